@@ -1,0 +1,209 @@
+"""What a manager is started with. Everything is checked when the config is built, never in the middle of a request."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from kvcore.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+log = logging.getLogger("kvcore.config")
+
+
+def _seconds(value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"must be a number of seconds above 0, got {value!r}")
+    try:
+        seconds = float(value)
+    except OverflowError:
+        seconds = math.inf
+    if not math.isfinite(seconds) or seconds <= 0:
+        raise ValueError(f"must be a finite number of seconds above 0, got {value!r}")
+    return seconds
+
+
+Seconds = Annotated[float, BeforeValidator(_seconds)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(describe(type(self).__name__, error)) from error
+
+
+def describe(what: str, error: ValidationError) -> str:
+    """One line for a pydantic error: each wrong setting with the value it had and what is allowed."""
+    parts = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"]) or what
+        message = " ".join(item["msg"].removeprefix("Value error, ").split())
+        whole = item["type"] == "value_error" and isinstance(item["input"], (dict, BaseModel))
+        told = item["type"] == "missing" or whole or repr(item["input"]) in message
+        value = "" if told else f", got {item['input']!r}"
+        parts.append(f"{name}: {message[:1].lower()}{message[1:]}{value}")
+    return f"{what} refused: " + "; ".join(parts)
+
+
+class Limits(_Model):
+    """Seconds after which something is given up; floats above 0. What each covers is in ``docs/limits.md``."""
+
+    bootstrap_s: Seconds = 300.0
+    """While a room is BOOTSTRAPPING; then it is FAILED."""
+    input_s: Seconds = 300.0
+    """While a room is WAITING_FOR_INPUT, restarted by ``receive``; then it is FAILED."""
+    transfer_s: Seconds = 300.0
+    """While a room is TRANSFERRING; then it is FAILED and its tickets stay in the ledger."""
+    ticket_s: Seconds = 60.0
+    """One ticket, from its start; then the room is FAILED and the ticket is kept and quarantined."""
+    liveness_s: Seconds = 15.0
+    """Silence of a peer; then the peer is lost."""
+    quarantine_s: Seconds | None = 600.0
+    """Pages without proof of quiescence; then they are released as unproven (R3). None: never."""
+    orphan_s: Seconds = 30.0
+    """What is held for a room nobody here has opened, and a last word that is not acknowledged."""
+    send_s: Seconds = 5.0
+    """One control message that cannot be sent; then the peer is lost."""
+    drain_s: Seconds = 30.0
+    """``close``: how long live rooms may still end by themselves; the rest is aborted."""
+
+    @model_validator(mode="after")
+    def _quarantine_covers_tickets(self) -> Limits:
+        if self.quarantine_s is not None and self.quarantine_s <= self.liveness_s + self.ticket_s:
+            raise ValueError(
+                f"quarantine_s ({self.quarantine_s:g}) must be above liveness_s + ticket_s "
+                f"({self.liveness_s + self.ticket_s:g}); raise it or lower the others"
+            )
+        return self
+
+
+class Topology(_Model):
+    """Sizes of an instance's parallel groups and this rank's place in them. This version moves one rank a side."""
+
+    tp_size: Literal[1] = 1
+    pp_size: Literal[1] = 1
+    dp_size: Literal[1] = 1
+
+    @property
+    def rank(self) -> int:
+        """This rank's index within its group."""
+        return 0
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that take part in one room."""
+        return self.tp_size * self.pp_size
+
+
+class Security(_Model):
+    """Which backends may be chosen. ``None`` allows any that is installed."""
+
+    allowed_backends: tuple[str, ...] | None = None
+
+
+Port = Annotated[int, Field(ge=0, le=65535, strict=True)]
+
+
+class Config(_Model):
+    """Settings of one manager. See ``docs/configuration.md`` for each."""
+
+    role: Literal["prefill", "decode", "both"]
+    backend: str = "local"
+    backend_options: dict[str, Any] = Field(default_factory=dict)
+    host: str = "127.0.0.1"
+    bind: str = ""
+    port: Port = 0
+    bootstrap_port: Port = 0
+    bootstrap: str | None = None
+    admin: str | None = None
+    topology: Topology = Topology()
+    limits: Limits = Limits()
+    security: Security = Security()
+
+    @model_validator(mode="after")
+    def _checks(self) -> Config:
+        if self.host in ("0.0.0.0", "::", "[::]", "*"):
+            raise ValueError(f"host {self.host!r} is a wildcard that peers cannot reach; give an address, and use bind for the wildcard")
+        allowed = self.security.allowed_backends
+        if allowed is not None and self.backend not in allowed:
+            raise ValueError(f"backend {self.backend!r} is not among security.allowed_backends {list(allowed)}; add it or choose another")
+        return self
+
+    @classmethod
+    def load(cls, path: str | Path | None = None, **overrides: Any) -> Config:
+        """Read a TOML file, then ``KVCORE_*`` environment variables, then keyword overrides; the later wins.
+
+        Nested settings are tables in the file and joined with two underscores in the environment
+        (``KVCORE_LIMITS__TRANSFER_S=30``). A value given twice is logged with the place that won.
+        """
+        merged: dict[str, Any] = {}
+        origin: dict[str, str] = {}
+        for place, values in ((str(path), _from_file(path)), ("environment", _from_environment()), ("argument", overrides)):
+            _merge(merged, values, place, origin, "")
+        return cls(**merged)
+
+
+def _from_file(path: str | Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config file {path} cannot be read ({error.strerror}); check the path") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not valid TOML ({error}); correct that place") from error
+
+
+def _from_environment() -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, text in sorted(os.environ.items()):
+        if not name.startswith("KVCORE_"):
+            continue
+        *parents, leaf = name[len("KVCORE_") :].lower().split("__")
+        table = values
+        for parent in parents:
+            table = table.setdefault(parent, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"environment variable {name} sets a part of a value that another variable sets whole; unset one of them")
+        table[leaf] = _scalar(text)
+    return values
+
+
+def _scalar(text: str) -> object:
+    """Environment text as the value it spells: a number, none, or the text itself.
+
+    Words for true and false stay text: the setting's type reads them, so that they mean the same here as in a dict.
+    """
+    if re.fullmatch(r"[+-]?\d+", text):
+        return int(text)
+    if re.fullmatch(r"[+-]?(\d+\.\d*|\.\d+|\d+)([eE][+-]?\d+)?", text):
+        return float(text)
+    return None if text.lower() == "none" else text
+
+
+def _merge(into: dict[str, Any], values: dict[str, Any], place: str, origin: dict[str, str], prefix: str) -> None:
+    for name, value in values.items():
+        full = prefix + name
+        value = value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
+        if isinstance(value, dict) and isinstance(into.get(name, {}), dict):
+            _merge(into.setdefault(name, {}), value, place, origin, full + ".")
+            continue
+        if full in origin and into.get(name) != value:
+            log.info("setting %s: %r from %s wins over %r from %s", full, value, place, into[name], origin[full])
+        into[name] = value
+        origin[full] = place

@@ -1,0 +1,65 @@
+"""Every error kvcore raises. Each text says what happened, to what, and what to do next, in one line."""
+
+from __future__ import annotations
+
+from kvcore.states import FailureCode, Reason, RoomId, Side
+
+
+class KVCoreError(Exception):
+    """Base of all errors of kvcore."""
+
+
+class ConfigError(KVCoreError, ValueError):
+    """A setting is wrong; the text names the setting, the value and the allowed form."""
+
+
+class BackendNotFoundError(KVCoreError, LookupError):
+    """No installed distribution offers a backend of that name (B2)."""
+
+
+class BackendLoadError(KVCoreError):
+    """A backend is installed but cannot be used as it is: its import failed, or hooks are missing or unknown (B2)."""
+
+
+class BackendVersionError(KVCoreError):
+    """A backend was written for another version of the hooks than this core has (B2)."""
+
+
+class BackendConflictError(KVCoreError):
+    """Two distributions offer a backend under one name (B2)."""
+
+
+class BackendOptionsError(ConfigError):
+    """The options given to a backend do not fit its options model (B2)."""
+
+
+class RegistrationError(KVCoreError):
+    """Memory could not be registered with the engine (B3); the text names region, size, code and usual causes."""
+
+
+class RoomError(KVCoreError, ValueError):
+    """A room number or attempt is out of range, or the room is already live on this side (C6)."""
+
+
+class PageError(KVCoreError, ValueError):
+    """Page indices do not fit the pools they are meant for (T2), or a chunk was given after the last one."""
+
+
+class IncompatiblePeerError(KVCoreError):
+    """Two instances cannot be paired (P1); the text names both values."""
+
+
+class KVTransferError(KVCoreError):
+    """A room has failed. Carries the first reason and where it arose (S5)."""
+
+    def __init__(self, room: RoomId, reason: Reason) -> None:
+        super().__init__(f"room {room} failed: {reason}")
+        self.room: int = room.number
+        self.attempt: int = room.attempt
+        self.reason: str = reason.text
+        self.code: FailureCode = reason.code
+        self.side: Side = reason.side
+        self.rank: int = reason.rank
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return KVTransferError, (RoomId(self.room, self.attempt), Reason(self.code, self.reason, self.side, self.rank))

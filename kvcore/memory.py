@@ -1,0 +1,213 @@
+"""Pools: the KV memory an allocator hands out in pages, and how it is described to a peer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvcore.errors import ConfigError, PageError
+
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A stretch of memory to be registered: address and length in bytes, the device it is on, and which part of the cache it is."""
+
+    ptr: int
+    nbytes: int
+    device: str = "cpu:0"
+    layer: int = 0
+    part: str = ""
+
+
+class PoolGeometry(msgspec.Struct, frozen=True):
+    """What two pools must agree on to be paired, ``num_pages`` apart (T3). ``page_bytes`` has one entry per region."""
+
+    name: str
+    num_pages: int
+    page_size: int
+    dtype: str
+    page_bytes: tuple[int, ...]
+    layers: tuple[int, ...]
+    parts: tuple[str, ...]
+
+    def mismatch(self, other: PoolGeometry) -> str | None:
+        """The first difference that forbids moving pages between the two, naming both values; None if they fit."""
+        for what in ("page_size", "dtype", "layers", "parts", "page_bytes"):
+            mine, theirs = getattr(self, what), getattr(other, what)
+            if mine != theirs:
+                return f"pool {self.name!r}: {what} is {_short(mine)} here and {_short(theirs)} there"
+        return None
+
+
+def _short(value: object) -> str:
+    if isinstance(value, tuple) and len(value) > 4:
+        return f"{len(value)} entries starting {value[:2]}"
+    return repr(value)
+
+
+class Pool:
+    """A set of equally long regions addressed by one page index; one page is one slice of each region.
+
+    ``page_size`` is the number of tokens in a page and only compared with the peer's. ``dtype`` likewise ("" = not stated).
+    Raises ``ConfigError`` if a region does not divide into ``num_pages`` equal pages.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        regions: Sequence[Region],
+        *,
+        num_pages: int,
+        page_size: int,
+        dtype: str = "",
+        owners: Sequence[object] = (),
+    ) -> None:
+        _positive(name, "num_pages", num_pages)
+        _positive(name, "page_size", page_size)
+        if num_pages > np.iinfo(np.int32).max:
+            raise ConfigError(f"pool {name!r}: {num_pages} pages are more than an index of 31 bits names; split the pool")
+        if not name or not regions:
+            raise ConfigError(f"pool {name!r}: a pool needs a name and at least one region")
+        for number, region in enumerate(regions):
+            if region.nbytes <= 0 or region.nbytes % num_pages:
+                raise ConfigError(
+                    f"pool {name!r}: region {number} has {region.nbytes} bytes, not a multiple of {num_pages} pages; allocate whole pages"
+                )
+            if not 0 < region.ptr <= 2**64 - region.nbytes:
+                raise ConfigError(
+                    f"pool {name!r}: region {number} at {region.ptr:#x} with {region.nbytes} bytes is outside the 64-bit range"
+                )
+        self.name = name
+        self.regions: tuple[Region, ...] = tuple(regions)
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.dtype = dtype
+        self._owners = tuple(owners)  # keeps the memory alive as long as the pool
+
+    @classmethod
+    def from_tensors(
+        cls,
+        name: str,
+        tensors: Sequence[Any],
+        *,
+        page_size: int,
+        rows: Literal["page", "token"] = "page",
+        part: str = "",
+    ) -> Pool:
+        """A pool over torch tensors or numpy arrays of shape ``[num_pages, ...]``, one region each, in layer order.
+
+        With ``rows="token"`` the first axis counts tokens and a page is ``page_size`` rows.
+        Raises ``ConfigError`` for tensors that are not contiguous, or differ in length or dtype.
+        """
+        tensors = list(tensors)
+        if not tensors:
+            raise ConfigError(f"pool {name!r}: no tensors given; pass one per layer and part")
+        length, dtype = _length(name, 0, tensors[0]), str(tensors[0].dtype).removeprefix("torch.")
+        regions = []
+        for number, tensor in enumerate(tensors):
+            region, rows_here, dtype_here = _region(name, number, tensor, part)
+            if rows_here != length:
+                raise ConfigError(
+                    f"pool {name!r}: tensor {number} has {rows_here} rows and tensor 0 has {length}; one page index addresses all"
+                )
+            if dtype_here != dtype:
+                raise ConfigError(f"pool {name!r}: tensor {number} is {dtype_here} and tensor 0 is {dtype}; put them in separate pools")
+            regions.append(region)
+        if rows not in ("page", "token"):
+            raise ConfigError(f"pool {name!r}: rows must be 'page' or 'token', got {rows!r}")
+        num_pages, rest = (length, 0) if rows == "page" else divmod(length, _positive(name, "page_size", page_size))
+        if rest or num_pages < 1:
+            raise ConfigError(f"pool {name!r}: {length} token rows are not whole pages of {page_size}; allocate a multiple")
+        return cls(name, regions, num_pages=num_pages, page_size=page_size, dtype=dtype, owners=tensors)
+
+    @property
+    def geometry(self) -> PoolGeometry:
+        """What is compared with a peer's pool of the same name."""
+        return PoolGeometry(
+            self.name,
+            self.num_pages,
+            self.page_size,
+            self.dtype,
+            tuple(region.nbytes // self.num_pages for region in self.regions),
+            tuple(region.layer for region in self.regions),
+            tuple(region.part for region in self.regions),
+        )
+
+    def indices(self, pages: Iterable[int] | npt.ArrayLike) -> Indices:
+        """A private copy of page indices as int64 of shape ``(n,)``; raises ``PageError`` naming the bad index and the bound (T2)."""
+        array = _integers(self.name, pages, self.num_pages)
+        check_pages(self.name, array, self.num_pages)
+        return array
+
+
+def check_pages(name: str, pages: Indices, num_pages: int) -> None:
+    """Raise ``PageError`` unless every index is in ``0 .. num_pages-1`` (T2)."""
+    if pages.size and (int(pages.min()) < 0 or int(pages.max()) >= num_pages):
+        bad = pages[(pages < 0) | (pages >= num_pages)][0]
+        raise PageError(
+            f"pool {name!r}: page index {bad} is not in 0 .. {num_pages - 1}; pass physical page indices, not token or logical ones"
+        )
+
+
+def check_distinct(name: str, pages: Indices, num_pages: int) -> None:
+    """Raise ``PageError`` if a page is named twice: two pages of the sender would land on one (T1)."""
+    if pages.size < 2 or bool((np.diff(pages) > 0).all()):
+        return
+    ordered = np.sort(pages)
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if twice.size:
+        raise PageError(
+            f"pool {name!r}: page index {twice[0]} is listed twice (pool has {num_pages} pages); each page may stand once in a list"
+        )
+
+
+def _integers(name: str, pages: Iterable[int] | npt.ArrayLike, num_pages: int) -> Indices:
+    try:
+        if not isinstance(pages, np.ndarray) and type(pages).__module__.partition(".")[0] == "torch":
+            pages = pages.detach().cpu().numpy()  # type: ignore[union-attr]
+        given = pages if isinstance(pages, np.ndarray) else list(pages)  # type: ignore[arg-type]
+        array = np.array(given)
+    except (TypeError, ValueError) as error:
+        what = type(pages).__name__
+        raise PageError(f"pool {name!r}: a {what} is not a list of page indices ({error}); pass one flat list of integers") from error
+    if array.ndim != 1:
+        raise PageError(f"pool {name!r}: page indices have shape {array.shape}; pass one flat list")
+    if array.size == 0:
+        return np.empty(0, np.int64)
+    if array.dtype.kind not in "iu" or (array.dtype == np.uint64 and int(array.max()) > np.iinfo(np.int64).max):
+        bad = next((page for page in given if not isinstance(page, (int, np.integer)) or not 0 <= page < num_pages), given[0])
+        what = f"page index {str(bad)!r} ({array.dtype})"
+        raise PageError(f"pool {name!r}: {what} is not an integer in 0 .. {num_pages - 1}; pass physical page indices")
+    return array.astype(np.int64)
+
+
+def _positive(name: str, what: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"pool {name!r}: {what} must be an integer of at least 1, got {value!r}")
+    return value
+
+
+def _length(name: str, number: int, tensor: Any) -> int:
+    if getattr(tensor, "ndim", 0) < 1:
+        raise ConfigError(f"pool {name!r}: tensor {number} has no axis to count pages along; pass tensors of shape [num_pages, ...]")
+    return int(tensor.shape[0])
+
+
+def _region(name: str, number: int, tensor: Any, part: str) -> tuple[Region, int, str]:
+    length = _length(name, number, tensor)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if isinstance(tensor, np.ndarray):
+        if not tensor.flags.c_contiguous or not tensor.flags.writeable:
+            raise ConfigError(f"pool {name!r}: tensor {number} is not contiguous and writable; allocate it whole, do not pass a view")
+        return Region(int(tensor.ctypes.data), int(tensor.nbytes), "cpu:0", number, part), length, dtype
+    if not tensor.is_contiguous():
+        raise ConfigError(f"pool {name!r}: tensor {number} is not contiguous; allocate it whole, do not pass a view")
+    device = f"{tensor.device.type}:{tensor.device.index or 0}"
+    return Region(int(tensor.data_ptr()), int(tensor.nbytes), device, number, part), length, dtype

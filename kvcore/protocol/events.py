@@ -1,0 +1,186 @@
+"""What goes into a step and what comes out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvcore.protocol.messages import AnyRoomMessage, PoolPages
+from kvcore.states import Reason, RoomId
+
+
+class Party(NamedTuple):
+    """One rank of the other side as this instance knows it.
+
+    ``size`` is the number of ranks in its group; ``expired`` the highest generation of it for which a ticket was given up
+    without proof here (R2).
+    """
+
+    instance: str
+    rank: int = 0
+    size: int = 1
+    expired: int = 0
+
+
+class Pair(NamedTuple):
+    """A receiver's lifetime (instance and generation) and a sender's generation here."""
+
+    peer: str
+    rg: int
+    sg: int
+
+
+class Timer(NamedTuple):
+    """A limit that runs for something: ``subject`` starts with what it is."""
+
+    limit: str
+    subject: tuple[object, ...]
+
+
+# --- events: from handles
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A handle was made. Ignored while a live lifetime is stored."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hand:
+    """Sender: a chunk was handed over. ``pages``: it has any."""
+
+    generation: int
+    pages: bool
+    last: bool
+    record: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Receiver: the destination pages were handed over."""
+
+    generation: int
+    pages: tuple[PoolPages, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """This lifetime has failed here: an abort, a bad page, a lost route."""
+
+    generation: int
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Drop the lifetime; of a live one, abort it first (C3)."""
+
+    generation: int
+
+
+# --- events: from the core
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Receiver: the sender ranks to expect are known and paired; ``n_dest`` is the size of this side's group."""
+
+    generation: int
+    parties: tuple[Party, ...]
+    n_dest: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Got:
+    """A message arrived from a paired instance, addressed to this one."""
+
+    message: AnyRoomMessage
+    source: Party
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Sender: a ticket ended, or one that was stuck is now known to be quiescent."""
+
+    pair: Pair
+    chunk: int
+    ok: bool
+    quiescent: bool
+    reason: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A peer was lost (P2): its rooms fail, what is kept for it goes, but not tickets and drain records."""
+
+    instance: str
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """It is proved that a lost peer reads and writes nothing here any more (R4)."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class Timeout:
+    """A timer that ``timers`` asked for has run out. ``note`` is added to a reason."""
+
+    timer: Timer
+    note: str = ""
+
+
+Event = Open | Hand | Receive | Fail | Clear | Route | Got | Ended | Lost | Fenced | Timeout
+
+
+# --- effects
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to a peer instance."""
+
+    to: str
+    message: AnyRoomMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start the ticket of one chunk towards one destination. Chunks count from 1."""
+
+    pair: Pair
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The lifetime has failed: cancel its tickets where the engine can (A5)."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The lifetime is cleared and no ticket of it is left: the backend may drop what it holds."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unproven:
+    """Pages of a lifetime were released by limit, without proof (R3)."""
+
+    generation: int
+    pair: Pair
+    chunk: int = 0
+
+
+Effect = Send | Start | Cancel | Forget | Unproven
+
+def timed_out(room: RoomId, limit: str, waited_for: str, note: str) -> str:
+    """The text of a time-out: which limit, which room, what was waited for, what to look at."""
+    return f"{limit} passed for room {room} waiting for {waited_for}" + (f" ({note})" if note else "")

@@ -1,0 +1,85 @@
+"""The messages of the room protocol. They are also what travels: msgpack maps with a tag (``wire`` adds the envelope).
+
+All carry the room, the receiver's generation ``rg`` and the sender's ``sg``; 0 means "not yet known" (P6).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvcore.states import MAX_ATTEMPT, MAX_RECORD_BYTES, MAX_ROOM, KVPoll, Reason
+
+Number = Annotated[int, Meta(ge=0, le=MAX_ROOM)]
+Attempt = Annotated[int, Meta(ge=0, le=MAX_ATTEMPT)]
+Generation = Annotated[int, Meta(ge=0, le=MAX_ROOM)]
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+
+class RoomMessage(msgspec.Struct, frozen=True):
+    """What every message of a room names."""
+
+    room: Number
+    attempt: Attempt
+    rg: Generation
+    sg: Generation
+
+
+class PoolPages(msgspec.Struct, frozen=True):
+    """A destination's pages in one pool: little-endian int32 indices, and how many prefix pages stand before them."""
+
+    pool: str
+    pages: bytes
+    prefix: Count = 0
+
+
+class Join(RoomMessage, frozen=True, tag="join"):
+    """R to S: I am here; also keep-alive."""
+
+
+class Here(RoomMessage, frozen=True, tag="here"):
+    """S to R: a live sender names itself. Only now may a Destination go out."""
+
+
+class Destination(RoomMessage, frozen=True, tag="destination"):
+    """R to S: pairs the two lifetimes. Its resend asks how it ended."""
+
+    pages: tuple[PoolPages, ...] = ()
+    n_dest: Annotated[int, Meta(ge=1, le=65536)] = 1
+
+
+class Status(RoomMessage, frozen=True, tag="status"):
+    """S to R: a rank's verdict, or that it is TRANSFERRING. With ``sg`` 0: no such room."""
+
+    state: KVPoll = KVPoll.FAILED
+    reason: Reason | None = None
+    record: Annotated[bytes, Meta(max_length=MAX_RECORD_BYTES)] = b""
+
+
+class Ack(RoomMessage, frozen=True, tag="ack"):
+    """R to S: the verdict was taken, and whether by the receiver it was meant for."""
+
+    live: bool = False
+
+
+class Abort(RoomMessage, frozen=True, tag="abort"):
+    """R to S: this lifetime has failed; also the question "drained?"."""
+
+    reason: Reason | None = None
+
+
+class Which(RoomMessage, frozen=True, tag="which"):
+    """S to R: a live sender answers an Abort that does not name it."""
+
+
+class Drained(RoomMessage, frozen=True, tag="drained"):
+    """S to R: R2 holds for the pair; ``expired``: a ticket of it was given up without proof."""
+
+    expired: bool = False
+
+
+ToSender = Join | Destination | Ack | Abort
+ToReceiver = Here | Status | Which | Drained
+AnyRoomMessage = ToSender | ToReceiver

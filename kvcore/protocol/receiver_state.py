@@ -1,0 +1,138 @@
+"""What a decode rank stores of one room, and what follows from it: timers, resends, release safety.
+
+Besides the lifetime: a ``Drain`` per sender rank that must still hear of a failure or say drained, and ``unrouted`` failures of
+lifetimes that ended before it was known who to tell. A receiver needs no tombstones: the sender never speaks first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcore.protocol.events import Party, Send, Timer
+from kvcore.protocol.messages import Abort, Destination, Join, PoolPages
+from kvcore.states import KVPoll, Reason, RoomId
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One expected sender rank. ``sg`` is 0 until it answered the join; ``state`` is its verdict (SUCCESS is final)."""
+
+    party: Party
+    sg: int = 0
+    published: bool = False
+    state: KVPoll = KVPoll.BOOTSTRAPPING
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A stored lifetime. ``pages`` is None until ``receive``; ``sources`` is empty until the route is known;
+    ``n_dest`` is the number of destination ranks, this one included."""
+
+    generation: int
+    state: KVPoll = KVPoll.BOOTSTRAPPING
+    reason: Reason | None = None
+    sources: tuple[Source, ...] = ()
+    n_dest: int = 1
+    pages: tuple[PoolPages, ...] | None = None
+    record: bytes = b""
+    unpaired: bool = False
+
+    @property
+    def joined(self) -> bool:
+        """Every expected sender rank answered."""
+        return bool(self.sources) and all(source.sg for source in self.sources)
+
+    def source(self, instance: str) -> Source | None:
+        """The expected sender rank that is this instance."""
+        return next((source for source in self.sources if source.party.instance == instance), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """A sender rank that must hear of a failed lifetime; with ``published`` the pages wait for its Drained.
+
+    ``asking`` ends when it said "expired": then only a fence or ``quarantine_s`` ends the wait.
+    """
+
+    party: Party
+    rg: int
+    sg: int
+    published: bool
+    reason: Reason
+    asking: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Unrouted:
+    """A lifetime that failed before its sender ranks were known."""
+
+    rg: int
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Receiver:
+    """All that one decode rank knows of one room."""
+
+    room: RoomId
+    life: Life | None = None
+    drains: tuple[Drain, ...] = ()
+    unrouted: tuple[Unrouted, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        """Nothing is stored."""
+        return self.life is None and not (self.drains or self.unrouted)
+
+
+_LIMITS = {
+    KVPoll.BOOTSTRAPPING: "bootstrap_s",
+    KVPoll.WAITING_FOR_INPUT: "input_s",
+    KVPoll.TRANSFERRING: "transfer_s",
+}
+
+
+def timers(state: Receiver) -> tuple[Timer, ...]:
+    """The limits that must be running in this state (S8, C1). ``receive`` restarts ``input_s``."""
+    wanted: list[Timer] = []
+    life = state.life
+    if life is not None and not life.state.terminal:
+        restarted = life.state is KVPoll.WAITING_FOR_INPUT and life.pages is not None
+        wanted.append(Timer(_LIMITS[life.state], ("state", life.generation, restarted)))
+    for drain in state.drains:
+        wanted.append(Timer("quarantine_s" if drain.published else "orphan_s", ("drain", drain.party.instance, drain.rg)))
+    wanted += [Timer("orphan_s", ("unrouted", item.rg)) for item in state.unrouted]
+    return tuple(wanted)
+
+
+def resend(state: Receiver) -> tuple[Send, ...]:
+    """What is sent again until it is answered: joins, destinations and aborts."""
+    life = state.life
+    asked = [drain for drain in state.drains if drain.asking]
+    sends = [tell(state.room, drain) for drain in asked]
+    if life is not None and not life.state.terminal:
+        sends += [ask(state.room, life, source) for source in life.sources if source.state is not KVPoll.SUCCESS]
+    return tuple(sends)
+
+
+def tell(room: RoomId, drain: Drain) -> Send:
+    """The abort that a drain record stands for."""
+    return Send(drain.party.instance, Abort(room.number, room.attempt, drain.rg, drain.sg, drain.reason))
+
+
+def ask(room: RoomId, life: Life, source: Source) -> Send:
+    """What a live receiver says to a sender rank: its destination once both are known, else that it is here."""
+    head = (room.number, room.attempt, life.generation, source.sg)
+    if source.published and life.pages is not None:
+        return Send(source.party.instance, Destination(*head, life.pages, life.n_dest))
+    return Send(source.party.instance, Join(*head))
+
+
+def release_safe(state: Receiver, generation: int) -> bool:
+    """R1: no engine can write the pages of that lifetime any more, as far as this state knows."""
+    if any(drain.published and drain.rg == generation for drain in state.drains):
+        return False
+    life = state.life
+    if life is None or life.generation != generation or life.state.terminal:
+        return True
+    return not any(source.published for source in life.sources)

@@ -1,0 +1,459 @@
+"""The sender's half of the room protocol: what each event does to one room of one prefill rank.
+
+A verdict is recorded once and never derived from tickets (S6). ``_Turn.fail`` is the only way to FAILED, ``_Turn.start`` the only
+way to a ticket, ``_Turn.live`` the only question whether a lifetime may still change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from kvcore.protocol.events import (
+    Cancel,
+    Clear,
+    Effect,
+    Ended,
+    Event,
+    Fail,
+    Fenced,
+    Forget,
+    Got,
+    Hand,
+    Lost,
+    Open,
+    Pair,
+    Party,
+    Send,
+    Start,
+    Timeout,
+    Unproven,
+    timed_out,
+)
+from kvcore.protocol.messages import Abort, Ack, Destination, Drained, Here, Join, Which
+from kvcore.protocol.sender_state import Dest, Flight, Life, Mark, Sender, Word, tell, timers
+from kvcore.states import FailureCode, KVPoll, Reason
+
+
+def step(state: Sender, event: Event) -> tuple[Sender, tuple[Effect, ...]]:
+    """Take one event. The state is unchanged, and nothing is to be done, where the event is about nothing that lives here."""
+    turn = _Turn(state)
+    kind = type(event.message) if isinstance(event, Got) else type(event)
+    handler = _HANDLERS.get(kind)
+    if handler is not None:
+        handler(turn, event)
+    return turn.state, tuple(turn.out)
+
+
+class _Turn:
+    """One step under way: the state so far and the effects."""
+
+    def __init__(self, state: Sender) -> None:
+        self.state = state
+        self.out: list[Effect] = []
+
+    # --- the guarded core
+
+    def live(self, generation: int | None = None) -> Life | None:
+        """The stored lifetime if it is not terminal (and is the one named)."""
+        life = self.state.life
+        if life is None or life.state.terminal or (generation is not None and life.generation != generation):
+            return None
+        return life
+
+    def set_life(self, life: Life | None) -> None:
+        self.state = replace(self.state, life=life)
+
+    def fail(self, reason: Reason, told: Pair | None = None, lost: str | None = None) -> None:
+        """Become FAILED, once, with the reason (S5, S6); keep a last word for everyone but ``told`` and instance ``lost``."""
+        life = self.live()
+        if life is None:
+            return
+        pairs = [life.pair(dest) for dest in life.dests if not dest.done]
+        pairs += [Pair(party.instance, rg, life.generation) for party, rg in life.joined if life.dest(party.rank) is None]
+        size = life.n_dest or max((party.size for party, _ in life.joined), default=0)
+        met = frozenset(dest.party.rank for dest in life.dests)
+        unpaired = size == 0 or len(met) < size
+        self.set_life(replace(life, state=KVPoll.FAILED, reason=reason, unpaired=unpaired))
+        if unpaired:
+            self.add_mark(Mark(life.generation, reason, met, size))
+        for pair in pairs:
+            if pair != told and pair.peer != lost:
+                self.say(Word(pair, KVPoll.FAILED, reason))
+        self.out.append(Cancel(life.generation))
+
+    def start(self, life: Life, dest: Dest, chunk: int) -> None:
+        """Start one ticket of a live, complete lifetime."""
+        pair = life.pair(dest)
+        flight = self.flight(pair) or Flight(pair)
+        self.set_flight(replace(flight, running=flight.running | {chunk}))
+        self.out.append(Start(pair, chunk))
+
+    def settle(self) -> None:
+        """Say success to each destination all of whose tickets ended well after the last chunk; then succeed (T5)."""
+        life = self.live()
+        if life is None or not life.last or not life.complete:
+            return
+        for dest in life.dests:
+            if not dest.done and dest.ok == life.chunks:
+                self.say(Word(life.pair(dest), KVPoll.SUCCESS, None, life.record))
+        life = replace(life, dests=tuple(replace(dest, done=dest.ok == life.chunks) for dest in life.dests))
+        self.set_life(replace(life, state=KVPoll.SUCCESS) if all(dest.done for dest in life.dests) else life)
+
+    # --- small stores
+
+    def flight(self, pair: Pair) -> Flight | None:
+        return next((flight for flight in self.state.flights if flight.pair == pair), None)
+
+    def set_flight(self, flight: Flight) -> None:
+        """Store a pair's tickets; when none is left, answer a receiver that asked and let the backend forget."""
+        rest = tuple(other for other in self.state.flights if other.pair != flight.pair)
+        if flight.running or flight.stuck:
+            self.state = replace(self.state, flights=(*rest, flight))
+            return
+        self.state = replace(self.state, flights=rest)
+        self.forget(flight.pair.sg)
+
+    def forget(self, generation: int) -> None:
+        life = self.state.life
+        stored = life is not None and life.generation == generation
+        if not stored and not any(flight.pair.sg == generation for flight in self.state.flights):
+            self.out.append(Forget(generation))
+
+    def word(self, pair: Pair) -> Word | None:
+        return next((word for word in self.state.words if word.pair == pair), None)
+
+    def say(self, word: Word) -> None:
+        self.drop_word(word.pair)
+        self.state = replace(self.state, words=(*self.state.words, word))
+        self.out.append(tell(self.state.room, word))
+
+    def drop_word(self, pair: Pair) -> None:
+        if self.word(pair) is not None:
+            self.state = replace(self.state, words=tuple(word for word in self.state.words if word.pair != pair))
+
+    def add_mark(self, mark: Mark) -> None:
+        """Keep a mark; older ones stay only for ranks that the new one does not cover."""
+        kept = tuple(old for old in self.state.marks if not mark.met <= old.met)
+        self.state = replace(self.state, marks=(*kept, mark))
+
+    def unmet_mark(self, rank: int) -> Mark | None:
+        return next((mark for mark in reversed(self.state.marks) if rank not in mark.met), None)
+
+    # --- answers
+
+    def status(self, pair: Pair, state: KVPoll, reason: Reason | None = None, record: bytes = b"") -> None:
+        self.out.append(tell(self.state.room, Word(pair, state, reason, record)))
+
+    def answer_ended(self, pair: Pair, rank: int) -> None:
+        """How a pair that is not live here ended, from kept facts (P6)."""
+        word = self.word(pair)
+        if word is not None:
+            return self.status(pair, word.state, word.reason, word.record)
+        life = self.state.life
+        if life is not None and life.generation == pair.sg:
+            dest = life.dest(rank)
+            if dest is not None and dest.done and life.pair(dest) == pair:
+                return self.status(pair, KVPoll.SUCCESS, None, life.record)
+            if life.state is KVPoll.FAILED:
+                return self.status(pair, KVPoll.FAILED, life.reason)
+        for mark in self.state.marks:
+            if mark.generation == pair.sg and rank not in mark.met:
+                return self.status(pair, KVPoll.FAILED, mark.reason)
+        text = f"unknown lifetime of room {self.state.room}: it ended here and its verdict is no longer kept; use another attempt"
+        self.status(pair, KVPoll.FAILED, Reason.of(FailureCode.NO_SUCH_ROOM, text, "prefill"))
+
+    def answer_drained(self, pair: Pair, party: Party) -> None:
+        """R2: say drained if no ticket of the pair is left, else when the last has ended."""
+        flight = self.flight(pair)
+        if flight is not None:
+            return self.set_flight(replace(flight, asked=True))
+        life = self.state.life
+        dest = life.dest(party.rank) if life is not None else None
+        known = life is not None and dest is not None and life.pair(dest) == pair
+        expired = dest.expired if known and dest is not None else pair.rg <= party.expired
+        self.say_drained(pair, expired)
+
+    def say_drained(self, pair: Pair, expired: bool) -> None:
+        room = self.state.room
+        self.out.append(Send(pair.peer, Drained(room.number, room.attempt, pair.rg, pair.sg, expired)))
+
+    # --- events from the handle
+
+    def on_open(self, event: Open) -> None:
+        if self.live() is not None:
+            return
+        if self.state.life is not None:
+            self.on_clear(Clear(self.state.life.generation))
+        marks = tuple(replace(mark, refuses=False) for mark in self.state.marks)
+        waiting, self.state = self.state.waiting, replace(self.state, life=Life(event.generation), marks=marks, waiting=())
+        for party, rg in waiting:
+            self.welcome(party, rg)
+
+    def on_hand(self, event: Hand) -> None:
+        life = self.live(event.generation)
+        if life is None or life.last:
+            return
+        life = replace(life, handed=True, last=event.last, record=event.record, chunks=life.chunks + event.pages)
+        self.set_life(life)
+        if not life.complete:
+            return
+        if life.state < KVPoll.TRANSFERRING:
+            self.begin(life)
+        if event.pages:
+            for dest in life.dests:
+                self.start(life, dest, life.chunks)
+        self.settle()
+
+    def begin(self, life: Life) -> None:
+        """First chunk handed over and all destinations known."""
+        self.set_life(replace(life, state=KVPoll.TRANSFERRING))
+        for dest in life.dests:
+            self.status(life.pair(dest), KVPoll.TRANSFERRING)
+
+    def on_fail(self, event: Fail) -> None:
+        if self.live(event.generation) is not None:
+            self.fail(event.reason)
+
+    def on_clear(self, event: Clear) -> None:
+        life = self.state.life
+        if life is None or life.generation != event.generation:
+            return
+        self.fail(Reason.of(FailureCode.ABORTED, f"room {self.state.room} was cleared before it ended", "prefill"))
+        self.set_life(None)
+        self.forget(event.generation)
+
+    # --- messages
+
+    def on_join(self, event: Got) -> None:
+        message, party = event.message, event.source
+        life = self.live()
+        if life is not None and message.sg in (0, life.generation):
+            bound = life.dest(party.rank)
+            if bound is None or (bound.party.instance, bound.rg) == (party.instance, message.rg):
+                self.welcome(party, message.rg)
+            return
+        if message.sg:
+            return self.answer_ended(Pair(party.instance, message.rg, message.sg), party.rank)
+        mark = self.unmet_mark(party.rank)
+        if mark is not None and mark.refuses:
+            return self.status(Pair(party.instance, message.rg, mark.generation), KVPoll.FAILED, mark.reason)
+        if life is None and not any((known.instance, rg) == (party.instance, message.rg) for known, rg in self.state.waiting):
+            self.state = replace(self.state, waiting=(*self.state.waiting, (party, message.rg)))
+
+    def welcome(self, party: Party, rg: int) -> None:
+        """Tell a receiver that a live sender is here; note it, so that it hears of a failure (the newest of each instance)."""
+        life = self.live()
+        if life is None:
+            return
+        known = next((old for who, old in life.joined if who.instance == party.instance), 0)
+        if rg > known:
+            rest = tuple(item for item in life.joined if item[0].instance != party.instance)
+            self.set_life(replace(life, joined=(*rest, (party, rg))))
+        room = self.state.room
+        self.out.append(Send(party.instance, Here(room.number, room.attempt, rg, life.generation)))
+
+    def on_destination(self, event: Got) -> None:
+        message, party = event.message, event.source
+        assert isinstance(message, Destination)
+        pair = Pair(party.instance, message.rg, message.sg)
+        life = self.live(message.sg)
+        if life is None:
+            return self.answer_ended(pair, party.rank)
+        bound = life.dest(party.rank)
+        if bound is None:
+            return self.bind(life, party, message)
+        if life.pair(bound) != pair:
+            text = f"room {self.state.room} is already bound to another receiver of rank {party.rank}; use another attempt for a retry"
+            return self.status(pair, KVPoll.FAILED, Reason.of(FailureCode.NO_SUCH_ROOM, text, "prefill"))
+        if bound.done:
+            self.status(pair, KVPoll.SUCCESS, None, life.record)
+        elif life.state is KVPoll.TRANSFERRING:
+            self.status(pair, KVPoll.TRANSFERRING)
+
+    def bind(self, life: Life, party: Party, message: Destination) -> None:
+        """Pair the two lifetimes; with the last destination rank the room can move."""
+        life = replace(life, dests=(*life.dests, Dest(party, message.rg, message.pages)), n_dest=life.n_dest or message.n_dest)
+        self.set_life(life)
+        if message.n_dest != life.n_dest or message.n_dest != party.size:
+            text = (
+                f"room {self.state.room}: destination rank {party.rank} names {message.n_dest} destination ranks, "
+                f"its group has {party.size}, others named {life.n_dest}; start all ranks with one topology"
+            )
+            return self.fail(Reason.of(FailureCode.INCOMPATIBLE, text, "prefill"))
+        if not life.complete:
+            return
+        self.set_life(replace(life, state=KVPoll.WAITING_FOR_INPUT))
+        if life.handed:
+            self.begin(life)
+            for dest in life.dests:
+                for chunk in range(1, life.chunks + 1):
+                    self.start(life, dest, chunk)
+            self.settle()
+
+    def on_abort(self, event: Got) -> None:
+        message, party = event.message, event.source
+        assert isinstance(message, Abort)
+        if message.sg == 0:
+            return self.on_unnamed_abort(message, party)
+        pair = Pair(party.instance, message.rg, message.sg)
+        self.drop_word(pair)
+        life = self.live(message.sg)
+        if life is not None:
+            bound = life.dest(party.rank)
+            if bound is None:
+                life = replace(life, dests=(*life.dests, Dest(party, message.rg)))
+                self.set_life(replace(life, n_dest=life.n_dest or party.size))
+            if bound is None or life.pair(bound) == pair:
+                self.fail(message.reason or Reason(FailureCode.ABORTED, "aborted by peer", "decode", party.rank), told=pair)
+        self.answer_drained(pair, party)
+
+    def on_unnamed_abort(self, message: Abort, party: Party) -> None:
+        """An abort that names no sender: it fails nothing by itself (A7)."""
+        for word in self.state.words:
+            if (word.pair.peer, word.pair.rg) == (party.instance, message.rg):
+                self.drop_word(word.pair)
+                return self.answer_drained(word.pair, party)
+        mark = self.unmet_mark(party.rank)
+        if mark is not None:
+            return self.say_drained(Pair(party.instance, message.rg, mark.generation), expired=False)
+        life = self.live()
+        if life is None:
+            return
+        bound = life.dest(party.rank)
+        if bound is not None and (bound.party.instance, bound.rg) != (party.instance, message.rg):
+            return self.say_drained(Pair(party.instance, message.rg, life.generation), expired=False)
+        room = self.state.room
+        self.out.append(Send(party.instance, Which(room.number, room.attempt, message.rg, life.generation)))
+
+    def on_ack(self, event: Got) -> None:
+        message, party = event.message, event.source
+        assert isinstance(message, Ack)
+        self.drop_word(Pair(party.instance, message.rg, message.sg))
+        if not message.live:
+            return
+        marks = []
+        for mark in self.state.marks:
+            if mark.generation == message.sg:
+                mark = replace(mark, met=mark.met | {party.rank}, size=mark.size or party.size)
+            if mark.size == 0 or len(mark.met) < mark.size:
+                marks.append(mark)
+        self.state = replace(self.state, marks=tuple(marks))
+
+    # --- tickets, peers and timers
+
+    def on_ended(self, event: Ended) -> None:
+        flight = self.flight(event.pair)
+        if flight is None or event.chunk not in flight.running | flight.stuck:
+            return
+        was_running = event.chunk in flight.running
+        running = flight.running - {event.chunk}
+        stuck = flight.stuck - {event.chunk} if event.quiescent else flight.stuck | {event.chunk}
+        self.set_flight(replace(flight, running=running, stuck=stuck))
+        if was_running:
+            self.book(event)
+        if flight.asked and self.flight(event.pair) is None:
+            self.say_drained(event.pair, flight.expired)
+
+    def book(self, event: Ended) -> None:
+        """What a ticket's end means for the lifetime it belongs to, if that still lives."""
+        life = self.live(event.pair.sg)
+        if life is None:
+            return
+        if not event.ok:
+            return self.fail(event.reason or Reason(FailureCode.BACKEND, "the backend gave no reason", "prefill"))
+        dests = tuple(replace(dest, ok=dest.ok + 1) if life.pair(dest) == event.pair else dest for dest in life.dests)
+        self.set_life(replace(life, dests=dests))
+        self.settle()
+
+    def on_lost(self, event: Lost) -> None:
+        gone = event.instance
+        words = tuple(word for word in self.state.words if word.pair.peer != gone)
+        waiting = tuple(item for item in self.state.waiting if item[0].instance != gone)
+        self.state = replace(self.state, words=words, waiting=waiting)
+        life = self.live()
+        if life is None:
+            return
+        joined = tuple(item for item in life.joined if item[0].instance != gone)
+        only = bool(life.joined) and not joined and not life.dests
+        bound = any(dest.party.instance == gone for dest in life.dests)
+        self.set_life(replace(life, joined=joined))
+        if only or bound:
+            self.fail(event.reason, lost=gone)
+
+    def on_fenced(self, event: Fenced) -> None:
+        for flight in self.state.flights:
+            if flight.pair.peer == event.instance:
+                self.set_flight(Flight(flight.pair))
+
+    def on_timeout(self, event: Timeout) -> None:
+        if event.timer not in timers(self.state):
+            return
+        kind, *subject = event.timer.subject
+        _TIMEOUTS[str(kind)](self, event, *subject)
+
+    def on_state_timeout(self, event: Timeout, generation: int) -> None:
+        life = self.live(generation)
+        if life is None:
+            return
+        waited_for = _WAITED_FOR[life.state]
+        if life.state is KVPoll.BOOTSTRAPPING and life.joined:
+            waited_for = "a destination (a receiver has joined)"
+        text = timed_out(self.state.room, event.timer.limit, waited_for, event.note)
+        self.fail(Reason.of(FailureCode.TIMEOUT, text, "prefill"))
+
+    def on_ticket_timeout(self, event: Timeout, pair: Pair, chunk: int) -> None:
+        flight = self.flight(pair)
+        life = self.state.life
+        if flight is None:
+            return
+        if life is not None:
+            dests = tuple(replace(dest, expired=True) if life.pair(dest) == pair else dest for dest in life.dests)
+            self.set_life(replace(life, dests=dests))
+        self.out.append(Unproven(pair.sg, pair, chunk))
+        self.set_flight(replace(flight, stuck=flight.stuck - {chunk}, expired=True))
+        if flight.asked and self.flight(pair) is None:
+            self.say_drained(pair, expired=True)
+
+    def on_word_timeout(self, event: Timeout, pair: Pair) -> None:
+        self.drop_word(pair)
+
+    def on_mark_timeout(self, event: Timeout, generation: int) -> None:
+        self.state = replace(self.state, marks=tuple(mark for mark in self.state.marks if mark.generation != generation))
+
+    def on_join_timeout(self, event: Timeout, instance: str, rg: int) -> None:
+        waiting = tuple(item for item in self.state.waiting if (item[0].instance, item[1]) != (instance, rg))
+        self.state = replace(self.state, waiting=waiting)
+        text = f"no such room {self.state.room}: nobody opened a sender for it within orphan_s; open the sender when the request arrives"
+        self.status(Pair(instance, rg, 0), KVPoll.FAILED, Reason.of(FailureCode.NO_SUCH_ROOM, text, "prefill"))
+
+
+_WAITED_FOR = {
+    KVPoll.BOOTSTRAPPING: "a receiver to join",
+    KVPoll.WAITING_FOR_INPUT: "the first chunk to be handed over with send",
+    KVPoll.TRANSFERRING: "the last chunk, or the end of its tickets",
+}
+
+_TIMEOUTS: dict[str, Callable[..., None]] = {
+    "state": _Turn.on_state_timeout,
+    "ticket": _Turn.on_ticket_timeout,
+    "word": _Turn.on_word_timeout,
+    "mark": _Turn.on_mark_timeout,
+    "join": _Turn.on_join_timeout,
+}
+
+_HANDLERS: dict[type, Callable[[_Turn, Any], None]] = {
+    Open: _Turn.on_open,
+    Hand: _Turn.on_hand,
+    Fail: _Turn.on_fail,
+    Clear: _Turn.on_clear,
+    Join: _Turn.on_join,
+    Destination: _Turn.on_destination,
+    Abort: _Turn.on_abort,
+    Ack: _Turn.on_ack,
+    Ended: _Turn.on_ended,
+    Lost: _Turn.on_lost,
+    Fenced: _Turn.on_fenced,
+    Timeout: _Turn.on_timeout,
+}

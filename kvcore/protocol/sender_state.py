@@ -1,0 +1,144 @@
+"""What a prefill rank stores of one room, and what follows from it: timers, resends, release safety.
+
+Four stores, as the contract has them: the lifetime, tickets in flight (``flights``), last words (``words``) and marks of unpaired
+ends (``marks``); besides, joins for a room nobody has opened here (``waiting``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcore.protocol.events import Pair, Party, Send, Timer
+from kvcore.protocol.messages import PoolPages, Status
+from kvcore.states import KVPoll, Reason, RoomId
+
+
+@dataclass(frozen=True, slots=True)
+class Dest:
+    """A bound destination rank. ``ok`` counts its tickets that ended well; ``done``: success was said (final)."""
+
+    party: Party
+    rg: int
+    pages: tuple[PoolPages, ...] = ()
+    ok: int = 0
+    done: bool = False
+    expired: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A stored lifetime. ``chunks`` counts the chunks with pages, ``n_dest`` is 0 until a destination named it."""
+
+    generation: int
+    state: KVPoll = KVPoll.BOOTSTRAPPING
+    reason: Reason | None = None
+    joined: tuple[tuple[Party, int], ...] = ()
+    dests: tuple[Dest, ...] = ()
+    n_dest: int = 0
+    chunks: int = 0
+    handed: bool = False
+    last: bool = False
+    record: bytes = b""
+    unpaired: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Every destination rank is bound."""
+        return 0 < self.n_dest == len(self.dests)
+
+    def dest(self, rank: int) -> Dest | None:
+        """The bound destination of that rank."""
+        return next((dest for dest in self.dests if dest.party.rank == rank), None)
+
+    def pair(self, dest: Dest) -> Pair:
+        """The pair a bound destination makes with this lifetime."""
+        return Pair(dest.party.instance, dest.rg, self.generation)
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """A verdict that its receiver has not acknowledged."""
+
+    pair: Pair
+    state: KVPoll
+    reason: Reason | None = None
+    record: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """An end that some destination ranks do not know of: those not in ``met``. It refuses joins while it is the last lifetime here."""
+
+    generation: int
+    reason: Reason
+    met: frozenset[int]
+    size: int
+    refuses: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """Tickets of one pair that are not over: running, or stuck (quarantined). ``asked``: the receiver waits for
+    Drained; ``expired``: a ticket was given up without proof."""
+
+    pair: Pair
+    running: frozenset[int] = frozenset()
+    stuck: frozenset[int] = frozenset()
+    asked: bool = False
+    expired: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """All that one prefill rank knows of one room."""
+
+    room: RoomId
+    life: Life | None = None
+    flights: tuple[Flight, ...] = ()
+    words: tuple[Word, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    waiting: tuple[tuple[Party, int], ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        """Nothing is stored."""
+        return self.life is None and not (self.flights or self.words or self.marks or self.waiting)
+
+
+def timers(state: Sender) -> tuple[Timer, ...]:
+    """The limits that must be running in this state (S8, C1)."""
+    wanted: list[Timer] = []
+    life = state.life
+    if life is not None and not life.state.terminal:
+        wanted.append(Timer(_LIMITS[life.state], ("state", life.generation)))
+    wanted += [Timer("quarantine_s", ("ticket", flight.pair, chunk)) for flight in state.flights for chunk in sorted(flight.stuck)]
+    wanted += [Timer("orphan_s", ("word", word.pair)) for word in state.words]
+    wanted += [Timer("mark_s", ("mark", mark.generation)) for mark in state.marks]
+    wanted += [Timer("orphan_s", ("join", party.instance, rg)) for party, rg in state.waiting]
+    return tuple(wanted)
+
+
+def resend(state: Sender) -> tuple[Send, ...]:
+    """What is sent again until it is answered: verdicts that nobody acknowledged."""
+    return tuple(tell(state.room, word) for word in state.words)
+
+
+def release_safe(state: Sender, generation: int) -> bool:
+    """R1: no engine can read the pages of that lifetime any more, as far as this state knows."""
+    if any(flight.pair.sg == generation for flight in state.flights):
+        return False
+    life = state.life
+    return life is None or life.generation != generation or life.state.terminal or not life.handed
+
+
+_LIMITS = {
+    KVPoll.BOOTSTRAPPING: "bootstrap_s",
+    KVPoll.WAITING_FOR_INPUT: "input_s",
+    KVPoll.TRANSFERRING: "transfer_s",
+}
+
+
+def tell(room: RoomId, word: Word) -> Send:
+    """The message that says a verdict."""
+    pair = word.pair
+    return Send(pair.peer, Status(room.number, room.attempt, pair.rg, pair.sg, word.state, word.reason, word.record))
