@@ -19,7 +19,7 @@ import pluggy
 from pydantic import BaseModel
 
 from kvcore.memory import Region
-from kvcore.states import RoomKey, Side
+from kvcore.states import RoomKey
 
 API_VERSION = (1, 0)
 """Major and minor version of the hooks. A backend works with the same major and a minor not above the core's."""
@@ -219,7 +219,7 @@ class KVCoreSpec:
         """Forget a peer. True only if from now on nothing of it can be written here or read from here. Default: False. Slow thread."""
 
     @hookspec(firstresult=True)
-    def kvcore_transfer(self, transfer: Transfer) -> Ticket | TicketState:  # type: ignore[empty-body]
+    def kvcore_transfer(self, transfer: Transfer) -> Ticket | TicketState:
         """Required. Start one batch; its ticket, or a terminal state if it has ended already.
 
         ``NothingPosted`` is a quiescent failure, any other exception is not. After a partial post return a ticket that

@@ -173,7 +173,7 @@ def _integers(name: str, pages: Iterable[int] | npt.ArrayLike, num_pages: int) -
         if not isinstance(pages, np.ndarray) and type(pages).__module__.partition(".")[0] == "torch":
             pages = pages.detach().cpu().numpy()  # type: ignore[union-attr]
         given = pages if isinstance(pages, np.ndarray) else list(pages)  # type: ignore[arg-type]
-        array = np.array(given)
+        array = np.asarray(given)
     except (TypeError, ValueError) as error:
         what = type(pages).__name__
         raise PageError(f"pool {name!r}: a {what} is not a list of page indices ({error}); pass one flat list of integers") from error

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvcore.protocol.messages import AnyRoomMessage, PoolPages
-from kvcore.states import Reason, RoomId
+from kvcore.states import FailureCode, Reason, RoomId, Side
 
 
 class Party(NamedTuple):
@@ -49,10 +49,10 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Hand:
-    """Sender: a chunk was handed over. ``pages``: it has any."""
+    """Sender: a chunk was handed over. ``pages`` counts its pages by pool, without zeros; an empty chunk has none."""
 
     generation: int
-    pages: bool
+    pages: tuple[tuple[str, int], ...]
     last: bool
     record: bytes = b""
 
@@ -177,6 +177,8 @@ class Unproven:
     generation: int
     pair: Pair
     chunk: int = 0
+    pages: int = 0
+    """On the receiver; on the sender the ledger knows the chunk's."""
 
 
 Effect = Send | Start | Cancel | Forget | Unproven
@@ -184,3 +186,8 @@ Effect = Send | Start | Cancel | Forget | Unproven
 def timed_out(room: RoomId, limit: str, waited_for: str, note: str) -> str:
     """The text of a time-out: which limit, which room, what was waited for, what to look at."""
     return f"{limit} passed for room {room} waiting for {waited_for}" + (f" ({note})" if note else "")
+
+
+def cleared(room: RoomId, side: Side, rank: int) -> Reason:
+    """The reason of a lifetime that was cleared while it lived (C3)."""
+    return Reason.of(FailureCode.ABORTED, f"room {room} was cleared before it ended", side, rank)

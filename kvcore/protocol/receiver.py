@@ -26,6 +26,7 @@ from kvcore.protocol.events import (
     Send,
     Timeout,
     Unproven,
+    cleared,
     timed_out,
 )
 from kvcore.protocol.messages import Ack, Drained, Here, Status, Which
@@ -87,7 +88,8 @@ class _Turn:
             writable = source.published and source.state is not KVPoll.SUCCESS
             gone = source.party.instance == lost
             if writable or not (gone or source.state is KVPoll.FAILED):
-                self.keep(Drain(source.party, life.generation, source.sg, writable, reason, asking=not gone))
+                pages = life.listed if writable else 0
+                self.keep(Drain(source.party, life.generation, source.sg, writable, reason, pages))
 
     def publish(self, life: Life, source: Source) -> Life:
         """Send the destination to a joined rank of a live lifetime; from now on it may write the pages."""
@@ -154,7 +156,7 @@ class _Turn:
         life = self.state.life
         if life is None or life.generation != event.generation:
             return
-        self.fail(Reason.of(FailureCode.ABORTED, f"room {self.state.room} was cleared before it ended", "decode"))
+        self.fail(cleared(self.state.room, "decode", self.state.rank))
         self.set_life(None)
         self.out.append(Forget(event.generation))
 
@@ -234,10 +236,8 @@ class _Turn:
         if life is not None and life.source(event.instance) is not None:
             self.fail(event.reason, lost=event.instance)
         for drain in self.state.drains:
-            if drain.party.instance == event.instance:
+            if drain.party.instance == event.instance and not drain.published:
                 self.drop(drain)
-                if drain.published:
-                    self.keep(replace(drain, asking=False))
 
     def on_fenced(self, event: Fenced) -> None:
         for drain in self.state.drains:
@@ -255,7 +255,7 @@ class _Turn:
         if life is None:
             return
         text = timed_out(self.state.room, event.timer.limit, _waited_for(life), event.note)
-        self.fail(Reason.of(FailureCode.TIMEOUT, text, "decode"))
+        self.fail(Reason.of(FailureCode.TIMEOUT, text, "decode", self.state.rank))
 
     def on_drain_timeout(self, event: Timeout, instance: str, rg: int) -> None:
         drain = self.drain(instance, rg)
@@ -263,7 +263,7 @@ class _Turn:
             return
         self.drop(drain)
         if drain.published:
-            self.out.append(Unproven(rg, Pair(instance, rg, drain.sg)))
+            self.out.append(Unproven(rg, Pair(instance, rg, drain.sg), pages=drain.pages))
 
     def on_unrouted_timeout(self, event: Timeout, rg: int) -> None:
         self.state = replace(self.state, unrouted=tuple(item for item in self.state.unrouted if item.rg != rg))

@@ -42,6 +42,11 @@ class Life:
         """Every expected sender rank answered."""
         return bool(self.sources) and all(source.sg for source in self.sources)
 
+    @property
+    def listed(self) -> int:
+        """Pages of the destination, of all pools."""
+        return sum(len(item.pages) // 4 for item in self.pages or ())
+
     def source(self, instance: str) -> Source | None:
         """The expected sender rank that is this instance."""
         return next((source for source in self.sources if source.party.instance == instance), None)
@@ -49,7 +54,7 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """A sender rank that must hear of a failed lifetime; with ``published`` the pages wait for its Drained.
+    """A sender rank that must hear of a failed lifetime; with ``published`` the ``pages`` wait for its Drained.
 
     ``asking`` ends when it said "expired": then only a fence or ``quarantine_s`` ends the wait.
     """
@@ -59,6 +64,7 @@ class Drain:
     sg: int
     published: bool
     reason: Reason
+    pages: int = 0
     asking: bool = True
 
 
@@ -72,12 +78,13 @@ class Unrouted:
 
 @dataclass(frozen=True, slots=True)
 class Receiver:
-    """All that one decode rank knows of one room."""
+    """All that one decode rank, ``rank`` of its group, knows of one room."""
 
     room: RoomId
     life: Life | None = None
     drains: tuple[Drain, ...] = ()
     unrouted: tuple[Unrouted, ...] = ()
+    rank: int = 0
 
     @property
     def empty(self) -> bool:

@@ -29,6 +29,7 @@ from kvcore.protocol.events import (
     Start,
     Timeout,
     Unproven,
+    cleared,
     timed_out,
 )
 from kvcore.protocol.messages import Abort, Ack, Destination, Drained, Here, Join, Which
@@ -162,7 +163,7 @@ class _Turn:
             if mark.generation == pair.sg and rank not in mark.met:
                 return self.status(pair, KVPoll.FAILED, mark.reason)
         text = f"unknown lifetime of room {self.state.room}: it ended here and its verdict is no longer kept; use another attempt"
-        self.status(pair, KVPoll.FAILED, Reason.of(FailureCode.NO_SUCH_ROOM, text, "prefill"))
+        self.status(pair, KVPoll.FAILED, Reason.of(FailureCode.NO_SUCH_ROOM, text, "prefill", self.state.rank))
 
     def answer_drained(self, pair: Pair, party: Party) -> None:
         """R2: say drained if no ticket of the pair is left, else when the last has ended."""
@@ -195,9 +196,13 @@ class _Turn:
         life = self.live(event.generation)
         if life is None or life.last:
             return
-        life = replace(life, handed=True, last=event.last, record=event.record, chunks=life.chunks + event.pages)
+        counts = dict(life.pages)
+        for pool, count in event.pages:
+            counts[pool] = counts.get(pool, 0) + count
+        chunks = life.chunks + bool(event.pages)
+        life = replace(life, handed=True, last=event.last, record=event.record, chunks=chunks, pages=tuple(counts.items()))
         self.set_life(life)
-        if not life.complete:
+        if not life.complete or not self.fits(life):
             return
         if life.state < KVPoll.TRANSFERRING:
             self.begin(life)
@@ -205,6 +210,14 @@ class _Turn:
             for dest in life.dests:
                 self.start(life, dest, life.chunks)
         self.settle()
+
+    def fits(self, life: Life) -> bool:
+        """Whether the pages handed over so far fit every destination; fails the room if not (T3)."""
+        misfit = life.misfit()
+        if misfit is not None:
+            text = f"room {self.state.room}: {misfit}; both sides must count the same pages, prefix excluded"
+            self.fail(Reason.of(FailureCode.BAD_PAGES, text, "prefill", self.state.rank))
+        return misfit is None
 
     def begin(self, life: Life) -> None:
         """First chunk handed over and all destinations known."""
@@ -220,7 +233,7 @@ class _Turn:
         life = self.state.life
         if life is None or life.generation != event.generation:
             return
-        self.fail(Reason.of(FailureCode.ABORTED, f"room {self.state.room} was cleared before it ended", "prefill"))
+        self.fail(cleared(self.state.room, "prefill", self.state.rank))
         self.set_life(None)
         self.forget(event.generation)
 
@@ -266,7 +279,7 @@ class _Turn:
             return self.bind(life, party, message)
         if life.pair(bound) != pair:
             text = f"room {self.state.room} is already bound to another receiver of rank {party.rank}; use another attempt for a retry"
-            return self.status(pair, KVPoll.FAILED, Reason.of(FailureCode.NO_SUCH_ROOM, text, "prefill"))
+            return self.status(pair, KVPoll.FAILED, Reason.of(FailureCode.NO_SUCH_ROOM, text, "prefill", self.state.rank))
         if bound.done:
             self.status(pair, KVPoll.SUCCESS, None, life.record)
         elif life.state is KVPoll.TRANSFERRING:
@@ -281,11 +294,11 @@ class _Turn:
                 f"room {self.state.room}: destination rank {party.rank} names {message.n_dest} destination ranks, "
                 f"its group has {party.size}, others named {life.n_dest}; start all ranks with one topology"
             )
-            return self.fail(Reason.of(FailureCode.INCOMPATIBLE, text, "prefill"))
+            return self.fail(Reason.of(FailureCode.INCOMPATIBLE, text, "prefill", self.state.rank))
         if not life.complete:
             return
         self.set_life(replace(life, state=KVPoll.WAITING_FOR_INPUT))
-        if life.handed:
+        if life.handed and self.fits(life):
             self.begin(life)
             for dest in life.dests:
                 for chunk in range(1, life.chunks + 1):
@@ -362,7 +375,7 @@ class _Turn:
         if life is None:
             return
         if not event.ok:
-            return self.fail(event.reason or Reason(FailureCode.BACKEND, "the backend gave no reason", "prefill"))
+            return self.fail(event.reason or Reason(FailureCode.BACKEND, "the backend gave no reason", "prefill", self.state.rank))
         dests = tuple(replace(dest, ok=dest.ok + 1) if life.pair(dest) == event.pair else dest for dest in life.dests)
         self.set_life(replace(life, dests=dests))
         self.settle()
@@ -401,7 +414,7 @@ class _Turn:
         if life.state is KVPoll.BOOTSTRAPPING and life.joined:
             waited_for = "a destination (a receiver has joined)"
         text = timed_out(self.state.room, event.timer.limit, waited_for, event.note)
-        self.fail(Reason.of(FailureCode.TIMEOUT, text, "prefill"))
+        self.fail(Reason.of(FailureCode.TIMEOUT, text, "prefill", self.state.rank))
 
     def on_ticket_timeout(self, event: Timeout, pair: Pair, chunk: int) -> None:
         flight = self.flight(pair)
@@ -426,7 +439,7 @@ class _Turn:
         waiting = tuple(item for item in self.state.waiting if (item[0].instance, item[1]) != (instance, rg))
         self.state = replace(self.state, waiting=waiting)
         text = f"no such room {self.state.room}: nobody opened a sender for it within orphan_s; open the sender when the request arrives"
-        self.status(Pair(instance, rg, 0), KVPoll.FAILED, Reason.of(FailureCode.NO_SUCH_ROOM, text, "prefill"))
+        self.status(Pair(instance, rg, 0), KVPoll.FAILED, Reason.of(FailureCode.NO_SUCH_ROOM, text, "prefill", self.state.rank))
 
 
 _WAITED_FOR = {

@@ -27,7 +27,7 @@ class Dest:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """A stored lifetime. ``chunks`` counts the chunks with pages, ``n_dest`` is 0 until a destination named it."""
+    """A stored lifetime. ``chunks`` counts the chunks with pages, ``pages`` their pages by pool; ``n_dest`` is 0 until it is named."""
 
     generation: int
     state: KVPoll = KVPoll.BOOTSTRAPPING
@@ -36,6 +36,7 @@ class Life:
     dests: tuple[Dest, ...] = ()
     n_dest: int = 0
     chunks: int = 0
+    pages: tuple[tuple[str, int], ...] = ()
     handed: bool = False
     last: bool = False
     record: bytes = b""
@@ -45,6 +46,17 @@ class Life:
     def complete(self) -> bool:
         """Every destination rank is bound."""
         return 0 < self.n_dest == len(self.dests)
+
+    def misfit(self) -> str | None:
+        """How the pages handed over do not fit those of a destination, naming both numbers (T3); None while they may."""
+        handed = dict(self.pages)
+        for dest in self.dests:
+            listed = {item.pool: len(item.pages) // 4 for item in dest.pages}
+            for pool in sorted(handed.keys() | listed.keys()):
+                mine, theirs = handed.get(pool, 0), listed.get(pool, 0)
+                if mine > theirs or (self.last and mine != theirs):
+                    return f"pool {pool!r}: the sender handed over {mine} pages and destination rank {dest.party.rank} listed {theirs}"
+        return None
 
     def dest(self, rank: int) -> Dest | None:
         """The bound destination of that rank."""
@@ -90,7 +102,7 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """All that one prefill rank knows of one room."""
+    """All that one prefill rank, ``rank`` of its group, knows of one room."""
 
     room: RoomId
     life: Life | None = None
@@ -98,6 +110,7 @@ class Sender:
     words: tuple[Word, ...] = ()
     marks: tuple[Mark, ...] = ()
     waiting: tuple[tuple[Party, int], ...] = ()
+    rank: int = 0
 
     @property
     def empty(self) -> bool:

@@ -1,0 +1,145 @@
+"""The bootstrap service that the leader of a prefill group embeds: ranks register, decode instances ask for the group.
+
+====== ================= ==============================================================================
+POST   /v1/ranks         register a rank (JSON of ``RankInfo``); 200, 400 wrong, 409 held by another instance
+GET    /v1/group         200 ``{"size", "ranks"}`` once complete; before 503 ``{"error", "registered", "missing"}``
+GET    /v1/ranks/N       200 one rank; 503 not registered yet; 404 no such rank
+GET    /health           200 ``{"status", "size", "registered"}``
+====== ================= ==============================================================================
+
+Any other request is answered 4xx and changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvcore.bootstrap import EXPIRY_S, GROUP_PATH, MAX_BODY_BYTES, MAX_RANKS, RANKS_PATH, Group, RankInfo, read
+from kvcore.errors import ConfigError
+from kvcore.http import Refusal
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+log = logging.getLogger("kvcore.bootstrap")
+
+
+class RankTable:
+    """Which instance holds each rank of a group of ``size``; at most ``size`` entries.
+
+    A rank is held by the instance registered for it until a newer one registers (by start order), or until it has not registered
+    again for ``expiry_s`` seconds. ``clock`` counts seconds and never goes back.
+    """
+
+    def __init__(self, size: int, *, expiry_s: float = EXPIRY_S, clock: Callable[[], float] = time.monotonic) -> None:
+        if not 1 <= size <= MAX_RANKS:
+            raise ConfigError(f"a prefill group has 1 .. {MAX_RANKS} ranks, got {size}; correct the topology")
+        self.size = size
+        self._expiry_s = expiry_s
+        self._clock = clock
+        self._ranks: dict[int, tuple[RankInfo, float]] = {}
+
+    def register(self, info: RankInfo) -> None:
+        """File a rank; doing it again is how an instance keeps it. Raises ``Refusal`` 400 or 409 and changes nothing if it may not."""
+        if info.size != self.size:
+            raise Refusal(400, f"rank {info.rank} says its group has {info.size} ranks, not {self.size}; start all with one topology")
+        held = self.get(info.rank)
+        if held is not None and held != info:
+            self._check_successor(held, info)
+        if held != info:
+            log.info("rank %d of %d is instance %s at %s", info.rank, self.size, info.instance, info.control)
+        self._ranks[info.rank] = (info, self._clock() + self._expiry_s)
+
+    def get(self, rank: int) -> RankInfo | None:
+        """Who holds a rank; None if nobody does."""
+        info, expiry = self._ranks.get(rank, (None, 0.0))
+        if info is not None and expiry <= self._clock():
+            log.warning("rank %d, instance %s, has not registered for %g s and is dropped", rank, info.instance, self._expiry_s)
+            del self._ranks[rank]
+            return None
+        return info
+
+    def registered(self) -> list[RankInfo]:
+        """The ranks that are held, in order."""
+        return [info for rank in range(self.size) if (info := self.get(rank)) is not None]
+
+    def group(self) -> Group:
+        """The complete group. Raises ``Refusal`` 503 naming the missing ranks."""
+        ranks = self.registered()
+        if len(ranks) == self.size:
+            return Group(self.size, tuple(ranks))
+        known = [info.rank for info in ranks]
+        missing = sorted(set(range(self.size)) - set(known))
+        shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+        text = f"group not ready, {len(ranks)} of {self.size} ranks registered; missing: {shown}"
+        raise Refusal(503, text, registered=known, missing=missing)
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def _check_successor(self, held: RankInfo, info: RankInfo) -> None:
+        if held.instance == info.instance:
+            raise Refusal(409, f"instance {info.instance} has registered rank {info.rank} with other facts; an instance keeps its address")
+        if info.order <= held.order:
+            raise Refusal(
+                409,
+                f"rank {info.rank} is held by instance {held.instance}, started at {held.order}, not before {info.instance}, "
+                f"started at {info.order}; give each rank a number of its own",
+            )
+
+
+class BootstrapService:
+    """The HTTP face of a ``RankTable``. Serve ``app()`` with ``HttpThread.serve``; everything runs on that thread."""
+
+    def __init__(self, size: int, *, expiry_s: float = EXPIRY_S) -> None:
+        self._table = RankTable(size, expiry_s=expiry_s)
+
+    def app(self) -> web.Application:
+        """The routes, with the size limit on bodies."""
+        from aiohttp import web
+
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_post(RANKS_PATH, self._register)
+        app.router.add_get(RANKS_PATH + "/{rank}", self._rank)
+        app.router.add_get(GROUP_PATH, self._group)
+        app.router.add_get("/health", self._health)
+        return app
+
+    def sizes(self) -> dict[str, int]:
+        """Entries held: ``bootstrap_ranks``."""
+        return {"bootstrap_ranks": len(self._table)}
+
+    async def _register(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        try:
+            info = read(body, RankInfo)
+        except ValueError as error:
+            raise Refusal(400, f"not a rank: {error}") from error
+        self._table.register(info)
+        return _json(info)
+
+    async def _rank(self, request: web.Request) -> web.Response:
+        text = request.match_info["rank"]
+        if not (text.isascii() and text.isdigit() and len(text) < 5 and int(text) < self._table.size):
+            raise Refusal(404, f"no rank {text[:20]!r} in this group, its ranks are 0 .. {self._table.size - 1}")
+        info = self._table.get(int(text))
+        if info is None:
+            raise Refusal(503, f"rank {text} is not registered yet")
+        return _json(info)
+
+    async def _group(self, _request: web.Request) -> web.Response:
+        return _json(self._table.group())
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        return _json({"status": "ok", "size": self._table.size, "registered": len(self._table.registered())})
+
+
+def _json(value: object) -> web.Response:
+    from aiohttp import web
+
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

@@ -1,0 +1,71 @@
+"""The command ``kvcore``. Errors are one line on stderr; exit codes: 0 done, 1 the thing asked for failed, 2 usage, 130 interrupted."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import typer
+
+DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def main() -> None:
+    """Entry point of the command line."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code. ``--debug`` may stand anywhere and shows logs and tracebacks."""
+    debug = "--debug" in arguments
+    words = [word for word in arguments if word != "--debug"]
+    try:
+        import typer
+    except ImportError as error:
+        return _fail(f"the command line needs {error.name}, which is not installed; run: pip install kvcore[cli]", FAILED)
+    try:
+        result = application()(words, prog_name="kvcore", standalone_mode=False, obj=debug)
+        return result if isinstance(result, int) else DONE
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted", INTERRUPTED)
+    except Exception as error:
+        if isinstance(error, _usage_error()):
+            return _fail(f"{error.format_message().rstrip('.')}; see kvcore --help", USAGE)
+        if debug:
+            sys.stderr.write(getattr(error, "trace", "") or traceback.format_exc())
+        return _fail(str(error) or type(error).__name__, FAILED)
+
+
+def application() -> typer.Typer:
+    """All commands. Each lives with the part it belongs to; a command finds in ``context.obj`` whether ``--debug`` was given."""
+    import typer
+
+    from kvcore.demo.command import demo
+
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+    @app.callback()
+    def kvcore() -> None:
+        """Move the KV cache of requests from prefill to decode instances. With --debug, errors come with their tracebacks."""
+
+    app.command()(demo)
+    return app
+
+
+def _usage_error() -> Any:
+    """The base class of errors of usage, which is click's, or in later releases of typer its own."""
+    import typer
+
+    return typer.BadParameter.__bases__[0]
+
+
+def _fail(text: str, code: int) -> int:
+    sys.stderr.write(f"kvcore: {' '.join(text.split())}\n")
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The decode side: publish pages of its own for every prompt, wait for them to be filled, go on from them alone."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import kvcore
+from kvcore.demo.messages import Begin, Close, DemoError, Generated, Link, Settings
+from kvcore.demo.models import Loaded, greedy, load
+from kvcore.demo.rooms import LIMITS, abort_pages, clear_all, context_pages, ended, pool_for, succeeded
+from kvcore.handles import Receiver
+from kvcore.integrations.transformers import PagedKV
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A room and the pages it fills. Of the prompt nothing is known here but its number of tokens."""
+
+    receiver: Receiver
+    pages: list[int]
+
+
+def run(settings: Settings, link: Link) -> None:
+    """Take over all prompts, abort one more room half-way, clear."""
+    kvcore.load_backend(settings.backend)
+    loaded = load(settings.model, link.progress)
+    begin = link.hear(Begin)
+    kv = pool_for(loaded, settings.page_size, begin.lengths, seed=2)  # so no page has the index here that it has there
+    config = kvcore.Config(role="decode", backend=settings.backend, limits=LIMITS)
+    with kvcore.KVManager(config, pools=[kv.pool]) as manager:
+        needed = [context_pages(length, settings.page_size) for length in begin.lengths]
+        requests = [_open(manager, kv, begin.address, room, n_pages) for room, n_pages in enumerate(needed)]
+        for room, request in enumerate(requests):
+            succeeded(request.receiver, settings.patience_s)
+            link.progress(f"decoding from received pages: {room + 1} of {len(requests)}")
+            link.tell(_generate(room, begin.lengths[room], request, kv, loaded, settings.max_new_tokens))
+        aborted = _open(manager, kv, begin.address, len(requests), abort_pages(begin.lengths, settings.page_size))
+        _abort_half_way(aborted.receiver, settings.patience_s)
+        link.tell(ended(aborted.receiver))
+        rooms = [(request.receiver, request.pages) for request in (*requests, aborted)]
+        link.tell(clear_all(manager, kv, rooms, settings.patience_s))
+        link.hear(Close)
+
+
+def _open(manager: kvcore.KVManager, kv: PagedKV, prefill: str, room: int, n_pages: int) -> Request:
+    """Join a room and publish the pages it is to fill."""
+    pages = kv.allocate(n_pages)
+    receiver = manager.receiver(room, prefill=prefill)
+    receiver.receive(pages)
+    return Request(receiver, pages)
+
+
+def _generate(room: int, length: int, request: Request, kv: PagedKV, loaded: Loaded, max_new_tokens: int) -> Generated:
+    """Go on from the pages of this pool, this side's own page table and the prompt's last token alone."""
+    receiver = request.receiver
+    cache = kv.read(request.pages, length - 1)
+    last = int.from_bytes(receiver.record or b"", "little")
+    tokens = greedy(loaded, cache, [last], max_new_tokens)
+    metrics = receiver.metrics
+    return Generated(room, tuple(tokens), loaded.tokenizer.decode(tokens), metrics.pages, metrics.bytes, metrics.total_s)
+
+
+def _abort_half_way(receiver: Receiver, patience_s: float) -> None:
+    """Wait until prefill has begun to fill the pages, then turn the room down."""
+    deadline = time.monotonic() + patience_s
+    while receiver.wait(0.01) is not kvcore.KVPoll.TRANSFERRING:
+        receiver.raise_for_failure()
+        if time.monotonic() > deadline:
+            raise DemoError(f"room {receiver.room} is {receiver.poll().name} and not TRANSFERRING after {patience_s:g} s")
+    receiver.abort("the demo wants no more of this room")

@@ -1,0 +1,267 @@
+"""Sender and receiver: what an engine's scheduler holds of a room. No call here blocks, ``wait`` and ``wait_release_safe`` apart."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcore.errors import KVTransferError, PageError
+from kvcore.memory import Indices, Pool, check_distinct
+from kvcore.metrics import TransferMetrics
+from kvcore.protocol import events as ev
+from kvcore.protocol.messages import PoolPages
+from kvcore.protocol.receiver_state import Life as ReceiverLife
+from kvcore.protocol.sender_state import Life as SenderLife
+from kvcore.rooms import Chunk, Ready, Room, RoomTable
+from kvcore.states import MAX_RECORD_BYTES, FailureCode, KVPoll, Reason
+
+H = TypeVar("H", bound="Handle")
+PageList = Iterable[int] | npt.ArrayLike
+Pages = Mapping[str, PageList] | PageList
+
+
+class Owner(Protocol):
+    """What a handle reaches of its manager."""
+
+    @property
+    def table(self) -> RoomTable: ...
+    @property
+    def pools(self) -> Mapping[str, Pool]: ...
+    @property
+    def rank(self) -> int: ...
+    def collect(self, room: Room) -> None: ...
+
+
+class Handle:
+    """One lifetime of a room on one side. Usable from any thread; its result outlives ``clear`` (C5)."""
+
+    def __init__(self, owner: Owner, room: Room) -> None:
+        self._owner = owner
+        self._room = room
+        self._collected = weakref.finalize(self, owner.collect, room)
+        self._collected.atexit = False
+
+    @property
+    def room(self) -> int:
+        """The room's number."""
+        return self._room.id.number
+
+    @property
+    def attempt(self) -> int:
+        """The room's attempt."""
+        return self._room.id.attempt
+
+    @property
+    def generation(self) -> int:
+        """What names this lifetime within the instance."""
+        return self._room.key.generation
+
+    @property
+    def unpaired(self) -> bool:
+        """Whether this lifetime ended without knowing the other side's (C4)."""
+        return self._room.life.unpaired
+
+    @property
+    def failure(self) -> KVTransferError | None:
+        """The first failure reason; None unless FAILED. Reading it removes nothing (S5)."""
+        reason = self._room.life.reason
+        return KVTransferError(self._room.id, reason) if reason is not None else None
+
+    @property
+    def metrics(self) -> TransferMetrics:
+        """Figures of this transfer so far."""
+        return self._room.meter.read(time.monotonic())
+
+    @property
+    def release_unproven(self) -> bool:
+        """Whether pages of this lifetime were released by limit, without proof (R3)."""
+        return self._room.unproven
+
+    def poll(self) -> KVPoll:
+        """The current state (S7): no lock, no I/O, never raises."""
+        return self._room.life.state
+
+    def raise_for_failure(self) -> None:
+        """Raise ``failure`` if there is one."""
+        failure = self.failure
+        if failure is not None:
+            raise failure
+
+    def abort(self, reason: str = "aborted", code: FailureCode = FailureCode.ABORTED) -> None:
+        """Fail the room here, and tell the other side (A1 to A6). Does nothing to a room that has ended."""
+        key = self._room.key
+        why = Reason.of(FailureCode(code), str(reason), key.side, self._owner.rank)
+        self._owner.table.apply(key.side, self._room.id, ev.Fail(key.generation, why))
+
+    def clear(self) -> None:
+        """Remove the room here, aborting it first if it is live (C1 to C4). Any number of times."""
+        self._collected.detach()
+        self._owner.table.clear(self._room)
+
+    def is_release_safe(self) -> bool:
+        """Whether no engine can touch the room's pages any more (R1)."""
+        return self._owner.table.release_safe(self._room.key)
+
+    def wait(self, timeout: float | None = None) -> KVPoll:
+        """Block until the room is terminal, or ``timeout`` seconds; returns the state."""
+        self._block(lambda: self.poll().terminal, timeout)
+        return self.poll()
+
+    def wait_release_safe(self, timeout: float | None = None) -> bool:
+        """Block until the pages are release-safe, or ``timeout`` seconds; whether they are."""
+        self._block(self.is_release_safe, timeout)
+        return self.is_release_safe()
+
+    def _block(self, reached: Callable[[], bool], timeout: float | None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        changed = threading.Event()
+        unwatch = self._owner.table.watch(self._room, changed.set)
+        try:
+            while not reached():
+                left = None if deadline is None else deadline - time.monotonic()
+                if (left is not None and left <= 0) or not changed.wait(left):
+                    return
+                changed.clear()
+        finally:
+            unwatch()
+
+    def __await__(self) -> Generator[Any, None, KVPoll]:
+        return self._terminal().__await__()
+
+    async def _terminal(self) -> KVPoll:
+        """The terminal state. Cancelling the await does not abort the room."""
+        loop = asyncio.get_running_loop()
+        changed = asyncio.Event()
+
+        def wake() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(changed.set)
+
+        unwatch = self._owner.table.watch(self._room, wake)
+        try:
+            while not self.poll().terminal:
+                await changed.wait()
+                changed.clear()
+            return self.poll()
+        finally:
+            unwatch()
+
+    def __enter__(self: H) -> H:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.clear()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} room {self._room.id} generation {self.generation} {self.poll().name}>"
+
+    def _indices(self, pages: Pages) -> dict[str, Indices]:
+        """Checked private copies per pool, in the pools' order, without empty ones; ``PageError`` names what is wrong (T2)."""
+        pools = self._owner.pools
+        if not isinstance(pages, Mapping):
+            if len(pools) != 1:
+                raise PageError(f"room {self._room.id}: plain indices need exactly one pool, and there are {sorted(pools)}; pass a mapping")
+            pages = {next(iter(pools)): pages}
+        unknown = sorted(str(name) for name in pages if name not in pools)
+        if unknown:
+            raise PageError(f"room {self._room.id}: unknown pools {unknown}; the pools are {sorted(pools)}")
+        checked = {name: pools[name].indices(pages[name]) for name in pools if name in pages}
+        return {name: indices for name, indices in checked.items() if indices.size}
+
+
+class Sender(Handle):
+    """The prefill side of a room."""
+
+    def send(self, pages: Pages, last: bool = False, ready: Ready | None = None, record: bytes = b"") -> None:
+        """Hand over a chunk: a mapping of pool name to page indices, or the indices of the only pool; may be empty (T1).
+
+        ``ready``: an object whose ``query()`` says that the pages are filled (T4). ``record``: with ``last``, at most 64 KiB that
+        arrive with the end of the room. Copies the indices, never blocks; does nothing on an ended room. Raises ``PageError`` for
+        wrong arguments and for a chunk after the last.
+        """
+        if record and not last:
+            raise PageError(f"room {self._room.id}: a record goes with the last chunk; pass last=True or send it later")
+        record = bytes(record)
+        if len(record) > MAX_RECORD_BYTES:
+            raise PageError(f"room {self._room.id}: a record of {len(record)} bytes exceeds {MAX_RECORD_BYTES}; put it into a pool")
+        chosen = self._indices(pages)
+        room, table = self._room, self._owner.table
+        with table.lock:
+            life = room.life
+            assert isinstance(life, SenderLife)
+            if life.state.terminal:
+                return
+            if life.last:
+                raise PageError(f"room {room.id}: the last chunk was handed over already; open another attempt to send more")
+            if chosen:
+                offset = {name: room.pages.get(name, 0) for name in chosen}
+                room.chunks.append(Chunk(chosen, offset, ready))
+            counts = tuple((name, int(indices.size)) for name, indices in chosen.items())
+            for name, count in counts:
+                room.pages[name] = room.pages.get(name, 0) + count
+            room.meter.pages += sum(count for _, count in counts)
+            room.meter.chunks += 1
+            table.apply("prefill", room.id, ev.Hand(self.generation, counts, bool(last), record))
+
+    @property
+    def prefix_pages(self) -> Mapping[str, int]:
+        """Pages per pool that decode holds already, from WAITING_FOR_INPUT on; the sender's sequence starts after them."""
+        life = self._room.life
+        assert isinstance(life, SenderLife)
+        return {item.pool: item.prefix for item in life.dests[0].pages} if life.dests else {}
+
+
+class Receiver(Handle):
+    """The decode side of a room."""
+
+    def receive(self, pages: Pages, prefix_pages: int | Mapping[str, int] = 0) -> None:
+        """Publish the destination: page indices as for ``send``, in the order of the sender's sequence; may be empty.
+
+        ``prefix_pages``: how many pages decode holds already, of the first pool or per pool; they are listed nowhere. Copies the
+        indices, never blocks; does nothing on an ended room. Raises ``PageError`` for wrong arguments and for a second call.
+        """
+        chosen = self._indices(pages)
+        pools = self._owner.pools
+        for name, indices in chosen.items():
+            check_distinct(name, indices, pools[name].num_pages)
+        prefix = self._prefix(prefix_pages)
+        listed = tuple(
+            PoolPages(name, np.ascontiguousarray(chosen[name], "<i4").tobytes() if name in chosen else b"", prefix.get(name, 0))
+            for name in pools
+        )
+        room, table = self._room, self._owner.table
+        with table.lock:
+            life = room.life
+            assert isinstance(life, ReceiverLife)
+            if life.state.terminal:
+                return
+            if life.pages is not None:
+                raise PageError(f"room {room.id}: receive was called already; open another attempt for other pages")
+            room.meter.pages = sum(int(indices.size) for indices in chosen.values())
+            room.pages = {name: int(indices.size) for name, indices in chosen.items()}
+            table.apply("decode", room.id, ev.Receive(self.generation, listed))
+
+    def _prefix(self, prefix_pages: int | Mapping[str, int]) -> dict[str, int]:
+        pools = self._owner.pools
+        given = dict(prefix_pages) if isinstance(prefix_pages, Mapping) else {next(iter(pools)): prefix_pages}
+        for name, count in given.items():
+            if name not in pools:
+                raise PageError(f"room {self._room.id}: prefix_pages names pool {name!r}; the pools are {sorted(pools)}")
+            if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 2**31:
+                raise PageError(f"room {self._room.id}: prefix_pages of pool {name!r} is {count!r}; pass a number of pages, 0 or more")
+        return given
+
+    @property
+    def record(self) -> bytes | None:
+        """The sender's record, after SUCCESS."""
+        life = self._room.life
+        assert isinstance(life, ReceiverLife)
+        return life.record if life.state is KVPoll.SUCCESS else None

@@ -1,0 +1,71 @@
+"""The events thread: what observers see, one by one and guarded, so that none disturbs a room (C105)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+
+import pluggy
+
+from kvcore.hookspecs import Event
+
+log = logging.getLogger("kvcore.observers")
+
+MOST_WAITING = 10_000
+
+
+class Observers:
+    """A bounded queue of events and the thread that delivers them; the oldest is dropped when nobody keeps up."""
+
+    def __init__(self, manager: pluggy.PluginManager) -> None:
+        self._manager = manager
+        self._events: deque[Event] = deque(maxlen=MOST_WAITING)
+        self._bell = threading.Event()
+        self._stopping = False
+        self._watched = False
+        self._thread = threading.Thread(target=self._run, name="kvcore-events", daemon=True)
+
+    def add(self, plugin: object) -> None:
+        """Register an object with hook implementations or wrappers; a hook name that does not exist raises at once."""
+        self._manager.register(plugin)
+        try:
+            self._manager.check_pending()
+        except pluggy.PluginValidationError:
+            self._manager.unregister(plugin)
+            raise
+        if not self._watched and self._manager.hook.kvcore_on_event.get_hookimpls():
+            self._watched = True
+            self._thread.start()
+
+    def tell(self, event: Event) -> None:
+        """Queue an event, if anybody watches. Never blocks."""
+        if self._watched:
+            self._events.append(event)
+            self._bell.set()
+
+    def stop(self, timeout_s: float) -> None:
+        """Deliver what is queued and end the thread."""
+        self._stopping = True
+        self._bell.set()
+        if self._watched:
+            self._thread.join(timeout_s)
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def _run(self) -> None:
+        while True:
+            self._bell.wait()
+            self._bell.clear()
+            while self._events:
+                self._deliver(self._events.popleft())
+            if self._stopping:
+                return
+
+    def _deliver(self, event: Event) -> None:
+        for implementation in self._manager.hook.kvcore_on_event.get_hookimpls():
+            try:
+                implementation.function(event) if "event" in implementation.argnames else implementation.function()
+            except BaseException:
+                log.exception("observer %s failed on %s; the others are told", implementation.plugin_name, event.name)

@@ -1,0 +1,414 @@
+"""Pairing of instances, and whether they live: who may speak to the rooms here. All of it runs on the control thread.
+
+Decode dials prefill's control port and says Hello; prefill connects its engine and says Welcome on the same connection; decode
+connects its engine; from then on room messages pass. Whoever hears from an instance it is not paired with, or is addressed by
+another name than its own, answers Stranger and does nothing else (P3). Nothing about a peer is remembered as bad (P4).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvcore import addresses, hookspecs
+from kvcore.channel import Channel, Route
+from kvcore.compat import misfit
+from kvcore.errors import KVCoreError
+from kvcore.hookspecs import Capabilities, Endpoint, Hooks
+from kvcore.planner import Layout
+from kvcore.process import known_gone
+from kvcore.protocol.events import Party
+from kvcore.protocol.messages import Abort, Ack, Destination, Join, RoomMessage
+from kvcore.states import FailureCode, RoomKey, Side
+from kvcore.wire import Body, Hello, Introduction, Letter, Ping, Refuse, RoomBody, Stranger, Welcome, decode, encode
+
+log = logging.getLogger("kvcore.peers")
+
+FIRST_HELLO_S = 0.2
+LAST_HELLO_S = 2.0
+MAX_PAIRINGS = 4096
+"""Pairings under way at once; further hellos are dropped and come again (P5)."""
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """A paired instance. ``heard`` is when a letter of it last came, ``excused`` how long we ourselves did not listen since."""
+
+    intro: Introduction
+    layout: Layout
+    pairing: int
+    route: Route
+    welcome: bytes
+    heard: float
+    liveness_s: float
+    expired: int = 0
+    excused: float = 0.0
+    pinged: float = 0.0
+
+    @property
+    def instance(self) -> str:
+        return self.intro.instance
+
+    @property
+    def party(self) -> Party:
+        """The peer as the room protocol knows it."""
+        return Party(self.intro.instance, self.intro.rank, self.intro.size, self.expired)
+
+    def heard_lately(self, now: float) -> bool:
+        """R7: whether a ticket may be started towards it."""
+        return now - self.heard <= self.liveness_s
+
+
+class Waiter(Protocol):
+    """Somebody who waits for a link to be paired."""
+
+    def wanted(self) -> bool:
+        """Whether the answer is still of interest."""
+        ...
+
+    def paired(self, peer: Peer) -> None: ...
+    def refused(self, code: FailureCode, text: str) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """A dialled control address, from the first hello on."""
+
+    address: str
+    route: Route
+    pairing: int
+    hello: bytes = b""
+    hello_s: float = FIRST_HELLO_S
+    next_hello: float = 0.0
+    connecting: bool = False
+    peer: Peer | None = None
+    waiters: list[Waiter] = field(default_factory=list)
+    idle_since: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class Departed:
+    """A lost peer for which pages here still wait for proof."""
+
+    intro: Introduction
+    gone: bool
+    disconnected: bool = False
+
+
+class Home(Protocol):
+    """What the peers reach of their manager."""
+
+    def got(self, side: Side, message: RoomBody, party: Party) -> bool: ...
+    def lost(self, instance: str, text: str) -> None: ...
+    def fenced(self, instance: str, side: Side) -> None: ...
+    def slowly(self, call: Callable[[], object], then: Callable[[object, BaseException | None], None]) -> None: ...
+    def holds(self, instance: str) -> bool: ...
+    def spoken_to(self) -> dict[str, int]: ...
+    def event(self, name: str, room: RoomKey | None = None, **details: str | int | float) -> None: ...
+
+
+class Peers:
+    """All paired instances and dialled links of one manager."""
+
+    def __init__(self, me: Introduction, send_s: float, hooks: Hooks, capabilities: Capabilities, home: Home) -> None:
+        self.me = me
+        self._send_s = send_s
+        self._hooks, self._capabilities, self._home = hooks, capabilities, home
+        self._beat_s = min(1.0, me.liveness_s / 4)
+        self._ticked: float | None = None
+        self._pairing_now: dict[str, int] = {}
+        self._links: dict[str, Link] = {}
+        self._departed: dict[str, Departed] = {}
+        self.paired: dict[str, Peer] = {}
+        self.channel: Channel  # set by the manager, before anything arrives
+
+    # --- sending and dialling
+
+    def send(self, instance: str, message: Body) -> None:
+        """Send to a paired instance; dropped if it is none."""
+        peer = self.paired.get(instance)
+        if peer is not None:
+            self._write(peer.route, instance, message)
+
+    def _write(self, route: Route, to: str, body: Body) -> None:
+        self.channel.send(route, encode(self.me.instance, to, body), time.monotonic())
+
+    def link(self, address: str, waiter: Waiter) -> None:
+        """Have ``waiter`` told of the instance at a control address, paired, or why it cannot be."""
+        link = self._links.get(address)
+        if link is None:
+            try:
+                link = self._dial(address)
+            except (KVCoreError, OSError) as error:
+                return waiter.refused(FailureCode.PEER_LOST, f"control address {address} cannot be dialled: {error}")
+        if link.peer is not None:
+            return waiter.paired(link.peer)
+        link.waiters.append(waiter)
+
+    def _dial(self, address: str) -> Link:
+        route = self.channel.dial(addresses.parse(address, "control address"))
+        link = self._links[address] = Link(address, route, secrets.randbits(53), idle_since=time.monotonic())
+        self._home.slowly(self._hooks.kvcore_endpoint, lambda found, error: self._greet(link, found, error))
+        return link
+
+    def _greet(self, link: Link, found: object, error: BaseException | None) -> None:
+        if self._links.get(link.address) is not link:
+            return
+        if not isinstance(found, Endpoint):
+            return self._refuse_link(link, FailureCode.BACKEND, f"the backend gave no endpoint for a peer: {error!r}")
+        body = Hello(link.pairing, self.me, found.data, tuple(found.keys), self._home.spoken_to())
+        link.hello = encode(self.me.instance, "", body)
+        self._say_hello(link, time.monotonic())
+
+    def _say_hello(self, link: Link, now: float) -> None:
+        self.channel.send(link.route, link.hello, now)
+        link.next_hello = now + link.hello_s
+        link.hello_s = min(2 * link.hello_s, LAST_HELLO_S)
+
+    def _refuse_link(self, link: Link, code: FailureCode, text: str) -> None:
+        """Give a link up and tell who waits. The next room dials again (P4)."""
+        self._drop_link(link)
+        log.warning("pairing with %s failed: %s", link.address, text)
+        for waiter in link.waiters:
+            waiter.refused(code, text)
+
+    def _drop_link(self, link: Link) -> None:
+        self.channel.hang_up(link.route)
+        if self._links.get(link.address) is link:
+            del self._links[link.address]
+
+    # --- letters
+
+    def on_frame(self, route: Route, frame: bytes) -> None:
+        """Take one frame, whatever it is (P5)."""
+        try:
+            letter = decode(frame)
+        except ValueError as error:
+            return self.channel.note_bad(str(error))
+        if letter.v != self.me.version[0]:
+            return self.channel.note_bad(f"control protocol {letter.v} where {self.me.version[0]} is spoken, from {letter.source!r}")
+        body = letter.body
+        if isinstance(body, Hello):
+            return self._on_hello(route, letter, body)
+        if letter.to != self.me.instance:
+            return self._write(route, letter.source, Stranger())
+        if isinstance(body, Welcome | Refuse | Stranger):
+            return self._on_answer(route, letter)
+        peer = self.paired.get(letter.source)
+        if peer is None:
+            return self._write(route, letter.source, Stranger())
+        self._hear(peer, route)
+        if isinstance(body, RoomMessage):
+            self._on_room_message(peer, body)
+
+    def _hear(self, peer: Peer, route: Route) -> None:
+        peer.heard, peer.excused = time.monotonic(), 0.0
+        if route.identity is not None:
+            peer.route.identity = route.identity  # it may have reconnected
+
+    def _on_room_message(self, peer: Peer, message: RoomBody) -> None:
+        side: Side = "prefill" if isinstance(message, Join | Destination | Ack | Abort) else "decode"
+        if self.me.role not in (side, "both") or not self._home.got(side, message, peer.party):
+            self.channel.note_bad(f"{type(message).__name__} of room {message.room} from {peer.instance} makes no sense here")
+
+    def _on_answer(self, route: Route, letter: Letter) -> None:
+        link = self._links.get(route.address)
+        body = letter.body
+        if link is None or link.route is not route:
+            if isinstance(body, Stranger) and letter.source in self.paired:
+                self.lose(self.paired[letter.source], "it does not know this instance any more")
+            return
+        if isinstance(body, Welcome):
+            self._on_welcome(link, letter, body)
+        elif isinstance(body, Refuse) and body.pairing == link.pairing:
+            self._refuse_link(link, FailureCode.INCOMPATIBLE, body.text)
+        elif isinstance(body, Stranger) and link.peer is not None:
+            same = letter.source == link.peer.instance
+            self.lose(link.peer, "it does not know this instance any more" if same else f"instance {letter.source} is at its address now")
+
+    # --- pairing: prefill
+
+    def _on_hello(self, route: Route, letter: Letter, hello: Hello) -> None:
+        source = letter.source
+        if hello.me.instance != source:
+            return self.channel.note_bad(f"hello of {hello.me.instance!r} in a letter of {source!r}")
+        peer = self.paired.get(source)
+        if peer is not None and peer.pairing == hello.pairing:
+            self._hear(peer, route)
+            self.channel.send(peer.route, peer.welcome, time.monotonic())
+            return
+        if self._pairing_now.get(source) == hello.pairing or len(self._pairing_now) >= MAX_PAIRINGS:
+            return
+        layout = self._fit(hello.me)
+        if isinstance(layout, str):
+            log.warning("refused to pair: %s", layout)
+            return self._write(route, source, Refuse(hello.pairing, layout))
+        if peer is not None:
+            self.lose(peer, "it pairs anew")
+        self._pairing_now[source] = hello.pairing
+        theirs = _engine_peer(hello.me, hello.data, hello.keys)
+        self._home.slowly(
+            lambda: self._connect(theirs), lambda found, error: self._connected(route, hello, layout, found, error)
+        )
+
+    def _fit(self, theirs: Introduction) -> Layout | str:
+        """The peer's layout, or why it does not fit (P1)."""
+        text = misfit(self.me, theirs)
+        if text is not None:
+            return text
+        try:
+            return Layout.of(theirs.pools, [info.region() for info in theirs.regions])
+        except (KVCoreError, ValueError, OverflowError) as error:
+            return f"{theirs.instance} describes its memory wrongly: {error}"
+
+    def _connect(self, theirs: hookspecs.Peer) -> Endpoint:
+        endpoint = self._hooks.kvcore_endpoint()
+        self._hooks.kvcore_connect(peer=theirs)
+        return endpoint
+
+    def _connected(self, route: Route, hello: Hello, layout: Layout, found: object, error: BaseException | None) -> None:
+        source = hello.me.instance
+        if self._pairing_now.get(source) == hello.pairing:
+            del self._pairing_now[source]
+        if not isinstance(found, Endpoint):
+            log.warning("the engine cannot reach %s: %s", source, error)
+            return self._write(route, source, Refuse(hello.pairing, f"the prefill engine cannot reach this instance: {error}"))
+        spoken = hello.spoken.get(self.me.instance, 0)
+        body = Welcome(hello.pairing, self.me, found.data, tuple(found.keys))
+        welcome = encode(self.me.instance, source, body)
+        self._pair(Peer(hello.me, layout, hello.pairing, route, welcome, time.monotonic(), self.me.liveness_s, spoken))
+        self.channel.send(route, welcome, time.monotonic())
+
+    def _pair(self, peer: Peer) -> None:
+        self.paired[peer.instance] = peer
+        self._departed.pop(peer.instance, None)  # what proves that it was gone proves nothing now
+        log.info("paired with %s (%s rank %d)", peer.instance, peer.intro.role, peer.intro.rank)
+        self._home.event("paired", peer=peer.instance)
+
+    # --- pairing: decode
+
+    def _on_welcome(self, link: Link, letter: Letter, welcome: Welcome) -> None:
+        if welcome.pairing != link.pairing or link.connecting or link.peer is not None:
+            return
+        layout = self._fit(welcome.me) if welcome.me.instance == letter.source else "its letter names another instance"
+        if isinstance(layout, str):
+            return self._refuse_link(link, FailureCode.INCOMPATIBLE, layout)
+        link.connecting = True
+        theirs = _engine_peer(welcome.me, welcome.data, welcome.keys)
+        self._home.slowly(
+            lambda: self._hooks.kvcore_connect(peer=theirs), lambda _, error: self._linked(link, welcome, layout, error)
+        )
+
+    def _linked(self, link: Link, welcome: Welcome, layout: Layout, error: BaseException | None) -> None:
+        if self._links.get(link.address) is not link:
+            return
+        if error is not None:
+            return self._refuse_link(link, FailureCode.BACKEND, f"the decode engine cannot reach {welcome.me.instance}: {error}")
+        peer = Peer(welcome.me, layout, welcome.pairing, link.route, b"", time.monotonic(), self.me.liveness_s)
+        link.peer = peer
+        self._pair(peer)
+        waiters, link.waiters = link.waiters, []
+        for waiter in waiters:
+            waiter.paired(peer)
+
+    # --- losing
+
+    def lose(self, peer: Peer, text: str, *, gone: bool = False) -> None:
+        """Drop a peer: its rooms fail, the engine is told to forget it, and proof about its pages is looked for (P2, R4)."""
+        if self.paired.get(peer.instance) is not peer:
+            return
+        del self.paired[peer.instance]
+        for link in [link for link in self._links.values() if link.peer is peer]:
+            self._drop_link(link)
+        text = f"peer {peer.instance} lost: {text}"
+        log.warning("%s", text)
+        departed = self._departed[peer.instance] = Departed(peer.intro, gone)
+        self._home.lost(peer.instance, text)
+        self._home.event("peer_lost", peer=peer.instance, reason=text)
+        self._home.slowly(
+            lambda: self._hooks.kvcore_disconnect(peer=peer.instance),
+            lambda fenced, _error: self._disconnected(departed, fenced is True),
+        )
+
+    def broken(self, instance: str, text: str) -> None:
+        """The backend says that the path is poisoned: lose the peer and have it pair anew."""
+        peer = self.paired.get(instance)
+        if peer is not None:
+            self._write(peer.route, instance, Stranger())
+            self.lose(peer, f"the path to it is broken: {text}")
+
+    def _disconnected(self, departed: Departed, fenced: bool) -> None:
+        departed.disconnected = fenced
+        if self._departed.get(departed.intro.instance) is departed:
+            self._seek_proof(departed)
+
+    def _seek_proof(self, departed: Departed) -> None:
+        """R4, R3: fence the pages that wait for a lost peer as soon as it is proved that nothing of it can touch them."""
+        instance = departed.intro.instance
+        departed.gone = departed.gone or known_gone(departed.intro.process)
+        if departed.disconnected or (departed.gone and self._capabilities.needs_process_to_write):
+            self._home.fenced(instance, "decode")
+        if departed.disconnected and departed.gone:
+            self._home.fenced(instance, "prefill")
+        if not self._home.holds(instance):
+            del self._departed[instance]
+
+    # --- time
+
+    def tick(self, now: float) -> float:
+        """Ping, notice who is silent or gone, say hello again; returns when to come back."""
+        greeted = [self._greet_again(link, now) for link in list(self._links.values())]
+        due = (self._ticked or now) + self._beat_s
+        if self._ticked is None or now >= due:
+            stalled = max(0.0, now - due)
+            self._ticked = now
+            for peer in list(self.paired.values()):
+                peer.excused += stalled
+                self._check(peer, now)
+            for departed in list(self._departed.values()):
+                self._seek_proof(departed)
+            due = now + self._beat_s
+        return min([due, *greeted])
+
+    def _check(self, peer: Peer, now: float) -> None:
+        if now - peer.pinged >= self._beat_s:
+            peer.pinged = now
+            self._write(peer.route, peer.instance, Ping())
+        blocked = peer.route.blocked_at
+        if known_gone(peer.intro.process):
+            self.lose(peer, "its process is gone", gone=True)
+        elif now - peer.heard - peer.excused > self.me.liveness_s:
+            self.lose(peer, f"silent for liveness_s ({self.me.liveness_s:g} s)")
+        elif blocked is not None and now - blocked > self._send_s + peer.excused:
+            self.lose(peer, f"no control message could be sent to it for send_s ({self._send_s:g} s)")
+
+    def _greet_again(self, link: Link, now: float) -> float:
+        """Repeat the hello of a link that somebody waits for; give up one that nobody does."""
+        if link.peer is not None or not link.hello:
+            return now + self._beat_s
+        link.waiters = [waiter for waiter in link.waiters if waiter.wanted()]
+        if link.waiters:
+            link.idle_since = now
+        elif now - link.idle_since > self._send_s:
+            self._drop_link(link)
+            return now + self._beat_s
+        if now >= link.next_hello and not link.connecting:
+            self._say_hello(link, now)
+        return max(link.next_hello, now + 0.01)
+
+    def sizes(self) -> dict[str, int]:
+        """Entries of every per-peer store (C7)."""
+        return {
+            "peers": len(self.paired),
+            "links": len(self._links),
+            "pairings": len(self._pairing_now),
+            "departed_peers": len(self._departed),
+        }
+
+
+def _engine_peer(intro: Introduction, data: bytes, keys: tuple[bytes, ...]) -> hookspecs.Peer:
+    return hookspecs.Peer(intro.instance, Endpoint(data, list(keys)), tuple(info.region() for info in intro.regions))

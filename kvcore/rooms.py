@@ -1,0 +1,397 @@
+"""THE store: one slot per room and side, one lock, one place where a status changes.
+
+``RoomTable.apply`` takes an event, steps the protocol and carries out what follows: the state is replaced, timers that the new state
+wants are armed and others cancelled, effects are handed to the control plane and the ledger, watchers are woken. A slot goes when
+its protocol state is empty. A ``Room`` is what a handle keeps of its own lifetime, also after ``clear`` (C5).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+from kvcore.memory import Indices
+from kvcore.metrics import Meter
+from kvcore.protocol import events as ev
+from kvcore.protocol import receiver, receiver_state, sender, sender_state
+from kvcore.protocol.messages import Join
+from kvcore.states import KVPoll, RoomId, RoomKey, Side
+from kvcore.timers import Timers
+
+log = logging.getLogger("kvcore.rooms")
+
+MAX_ORPHANS = 65_536
+"""Rooms nobody here has opened that are remembered for their joins; further ones are dropped and join again (P5)."""
+FIRST_RESEND_S = 0.25
+HISTORY = 32
+
+State = sender_state.Sender | receiver_state.Receiver
+Life = sender_state.Life | receiver_state.Life
+
+
+class Ready(Protocol):
+    """What says that a chunk's pages are filled; a torch event fits (T4)."""
+
+    def query(self) -> bool:
+        """Whether the pages may be read now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """Pages handed over with one ``send``: per pool the source indices and where they stand in the sender's sequence."""
+
+    pages: Mapping[str, Indices]
+    offset: Mapping[str, int]
+    ready: Ready | None
+
+
+@dataclass(eq=False)
+class Room:
+    """One lifetime of a room on one side, shared by its handle, the table and the ledger. Only the table replaces ``life``."""
+
+    id: RoomId
+    key: RoomKey
+    life: Life
+    meter: Meter
+    note: Callable[[], str] = str
+    """What a time-out's reason should add: why the other side was not reached."""
+    chunks: list[Chunk] = field(default_factory=list)
+    pages: dict[str, int] = field(default_factory=dict)
+    """Pages handed over so far, per pool."""
+    cleared: bool = False
+    unproven: bool = False
+    history: list[tuple[float, str]] = field(default_factory=list)
+
+    @property
+    def status(self) -> KVPoll:
+        """The one status of this lifetime (S4)."""
+        return self.life.state
+
+
+@dataclass(eq=False, slots=True)
+class _Slot:
+    state: State
+    room: Room | None = None
+    timers: frozenset[ev.Timer] = frozenset()
+    resend_s: float = 0.0
+    watchers: list[Callable[[], None]] = field(default_factory=list)
+
+
+class Outside(Protocol):
+    """What the table's effects reach: the control plane, the ledger, observers. Called under the table's lock; must not block."""
+
+    def send(self, effect: ev.Send) -> None: ...
+    def start(self, room: Room, effect: ev.Start) -> None: ...
+    def cancel(self, key: RoomKey) -> None: ...
+    def forget(self, key: RoomKey) -> None: ...
+    def unproven(self, key: RoomKey, effect: ev.Unproven) -> None: ...
+    def changed(self, room: Room, old: KVPoll | None) -> None: ...
+    def wake_by(self, when: float) -> None: ...
+
+
+_STEP: dict[Side, Callable[..., tuple[State, tuple[ev.Effect, ...]]]] = {"prefill": sender.step, "decode": receiver.step}
+_TIMERS: dict[Side, Callable[..., tuple[ev.Timer, ...]]] = {"prefill": sender_state.timers, "decode": receiver_state.timers}
+_RESEND: dict[Side, Callable[..., tuple[ev.Send, ...]]] = {"prefill": sender_state.resend, "decode": receiver_state.resend}
+
+Address = tuple[Side, RoomId]
+
+
+class RoomTable:
+    """All rooms of one manager, on both sides."""
+
+    def __init__(self, limits: Mapping[str, float | None], rank: int, outside: Outside) -> None:
+        self.lock = threading.RLock()
+        self._limits = limits
+        self._outside = outside
+        self._rank = rank
+        self._slots: dict[Address, _Slot] = {}
+        self._timers: Timers[tuple[Side, RoomId, ev.Timer | None]] = Timers()
+        self._records: WeakValueDictionary[RoomKey, Room] = WeakValueDictionary()
+        self._orphans = 0
+        self.receiving = 0
+        """Decode-side slots: while there are any, an engine whose target must work is driven."""
+        self.generation = 0
+        """The highest generation given out."""
+        orphan_s = limits["orphan_s"] or 0.0
+        self._first_resend_s = min(FIRST_RESEND_S, orphan_s / 8)
+        self._last_resend_s = orphan_s / 2
+
+    # --- rooms
+
+    def open(self, side: Side, room: RoomId, note: Callable[[], str] = str) -> Room | None:
+        """A new lifetime; None if a live one is stored (C6). A terminal one is replaced, as by ``clear``."""
+        with self.lock:
+            slot = self._slots.get((side, room))
+            if slot is not None and slot.state.life is not None and not slot.state.life.state.terminal:
+                return None
+            self.generation += 1
+            self.apply(side, room, ev.Open(self.generation), note)
+            life = self._slots[side, room].state.life
+            assert life is not None and life.generation == self.generation
+            opened = self._slots[side, room].room
+            assert opened is not None
+            return opened
+
+    def apply(self, side: Side, room: RoomId, event: ev.Event, note: Callable[[], str] = str) -> None:
+        """Step a room's protocol with an event, and carry out what follows. The only place where states change (S2)."""
+        with self.lock:
+            slot = self._slots.get((side, room)) or _Slot(self._fresh(side, room))
+            if isinstance(event, ev.Got) and isinstance(event.message, Join) and slot.state.empty and self._orphans >= MAX_ORPHANS:
+                return
+            before = slot.state
+            after, effects = _STEP[side](before, event)
+            if after is before and not effects:
+                return
+            slot.state = after
+            self._bring_up_to_date(side, room, slot, before.life, note)
+            self._store(side, room, slot, before)
+            for effect in effects:
+                self._carry_out(side, room, slot, effect)
+            watchers = list(slot.watchers) if after is not before else []
+        for watcher in watchers:
+            watcher()
+
+    def clear(self, record: Room) -> None:
+        """Drop one lifetime; a live one is aborted first (C3), so that its record shows how it ended."""
+        with self.lock:
+            if record.cleared:
+                return
+            side, generation = record.key.side, record.key.generation
+            self.apply(side, record.id, ev.Fail(generation, ev.cleared(record.id, side, self._rank)))
+            self.apply(side, record.id, ev.Clear(generation))
+
+    def _fresh(self, side: Side, room: RoomId) -> State:
+        return sender_state.Sender(room, rank=self._rank) if side == "prefill" else receiver_state.Receiver(room, rank=self._rank)
+
+    def apply_all(self, event: ev.Lost | ev.Fenced, side: Side | None = None) -> None:
+        """Tell every room (of one side) of something that happened to a peer."""
+        with self.lock:
+            for this_side, room in list(self._slots):
+                if side in (None, this_side):
+                    self.apply(this_side, room, event)
+
+    def _bring_up_to_date(self, side: Side, room: RoomId, slot: _Slot, old: Life | None, note: Callable[[], str]) -> None:
+        """Make the room record show the new state of its lifetime, or the last one of a lifetime that is gone."""
+        life = slot.state.life
+        if life is old:
+            return
+        record, now = slot.room, time.monotonic()
+        if record is not None and (life is None or life.generation != record.key.generation):
+            record.cleared = True
+            record.chunks.clear()
+            slot.room = record = None
+        if life is None:
+            return
+        if record is None:
+            key = RoomKey(side, room.number, room.attempt, life.generation)
+            record = slot.room = self._records[key] = Room(room, key, life, Meter(now), note)
+            self._note_change(record, None, now)
+            return
+        before, record.life = record.life.state, life
+        if before is not life.state:
+            self._note_change(record, before, now)
+
+    def _note_change(self, record: Room, old: KVPoll | None, now: float) -> None:
+        life = record.life
+        text = f"{life.state.name}: {life.reason}" if life.reason is not None else life.state.name
+        if len(record.history) < HISTORY:
+            record.history.append((now, text))
+        record.meter.state(record.key.side, life.state, now)
+        self._outside.changed(record, old)
+
+    def _store(self, side: Side, room: RoomId, slot: _Slot, before: State) -> None:
+        """Keep or drop the slot, and run exactly the timers that its state wants."""
+        now = time.monotonic()
+        wanted = frozenset(_TIMERS[side](slot.state))
+        for timer in slot.timers - wanted:
+            self._timers.cancel((side, room, timer))
+        for timer in wanted - slot.timers:
+            delay = self._limits[timer.limit]
+            if delay is not None:
+                self._arm((side, room, timer), delay, now)
+        slot.timers = wanted
+        self._orphans += _is_orphan(slot.state) - _is_orphan(before)
+        if slot.state.empty:
+            if self._slots.pop((side, room), None) is not None:
+                self.receiving -= side == "decode"
+            self._timers.cancel((side, room, None))
+            return
+        if (side, room) not in self._slots:
+            self._slots[side, room] = slot
+            self.receiving += side == "decode"
+        if _RESEND[side](slot.state):
+            slot.resend_s = self._first_resend_s
+            self._arm((side, room, None), slot.resend_s, now)
+        else:
+            self._timers.cancel((side, room, None))
+
+    def _arm(self, key: tuple[Side, RoomId, ev.Timer | None], delay: float, now: float) -> None:
+        self._timers.arm(key, delay, now)
+        self._outside.wake_by(now + delay)
+
+    def _carry_out(self, side: Side, room: RoomId, slot: _Slot, effect: ev.Effect) -> None:
+        if isinstance(effect, ev.Send):
+            self._outside.send(effect)
+        elif isinstance(effect, ev.Start):
+            assert slot.room is not None
+            self._outside.start(slot.room, effect)
+        else:
+            key = RoomKey(side, room.number, room.attempt, effect.generation)
+            if isinstance(effect, ev.Cancel):
+                self._outside.cancel(key)
+            elif isinstance(effect, ev.Forget):
+                self._outside.forget(key)
+            else:
+                record = self._records.get(key)
+                if record is not None:
+                    record.unproven = True
+                self._outside.unproven(key, effect)
+
+    # --- time
+
+    def tick(self, now: float) -> float | None:
+        """Fire what is due; returns when the next timer is. Called by the control thread."""
+        with self.lock:
+            for side, room, timer in self._timers.take_due(now):
+                slot = self._slots.get((side, room))
+                if slot is None:
+                    continue
+                if timer is None:
+                    self._resend(side, room, slot, now)
+                    continue
+                slot.timers -= {timer}
+                note = slot.room.note() if slot.room is not None else ""
+                self.apply(side, room, ev.Timeout(timer, note))
+            return self._timers.next_due()
+
+    def _resend(self, side: Side, room: RoomId, slot: _Slot, now: float) -> None:
+        sends = _RESEND[side](slot.state)
+        for send in sends:
+            self._outside.send(send)
+        if sends:
+            slot.resend_s = min(2 * slot.resend_s, self._last_resend_s)
+            self._timers.arm((side, room, None), slot.resend_s, now)
+
+    # --- questions
+
+    def get(self, side: Side, room: RoomId) -> Room | None:
+        """The stored lifetime's record."""
+        with self.lock:
+            slot = self._slots.get((side, room))
+            return slot.room if slot is not None else None
+
+    def release_safe(self, key: RoomKey) -> bool:
+        """R1 for one lifetime, stored or not."""
+        room = RoomId(key.number, key.attempt)
+        with self.lock:
+            slot = self._slots.get((key.side, room))
+            if slot is None:
+                return True
+            if isinstance(slot.state, sender_state.Sender):
+                return sender_state.release_safe(slot.state, key.generation)
+            return receiver_state.release_safe(slot.state, key.generation)
+
+    def seeks_route(self, record: Room) -> bool:
+        """Whether a receiver's lifetime still needs to know its sender ranks: to join them, or to tell them that it failed."""
+        with self.lock:
+            slot = self._slots.get((record.key.side, record.id))
+            state = slot.state if slot is not None else None
+            if not isinstance(state, receiver_state.Receiver):
+                return False
+            generation, life = record.key.generation, state.life
+            if any(item.rg == generation for item in state.unrouted):
+                return True
+            return life is not None and life.generation == generation and not life.state.terminal and not life.sources
+
+    def explain(self, side: Side, room: RoomId) -> str:
+        """A room's history and what is kept for it, a fact a line."""
+        with self.lock:
+            slot = self._slots.get((side, room))
+            if slot is None:
+                return f"room {room} ({side}): nothing is stored; it was never opened here, or is cleared and told\n"
+            lines = [f"room {room} ({side})"]
+            if slot.room is not None:
+                first = slot.room.history[0][0]
+                lines += [f"  {at - first:9.3f} s  {text}" for at, text in slot.room.history]
+            lines += [f"  kept: {item}" for item in _kept(slot.state)]
+            return "\n".join(lines) + "\n"
+
+    def watch(self, record: Room, watcher: Callable[[], None]) -> Callable[[], None]:
+        """Have ``watcher`` called after every change of a lifetime's room; returns how to stop."""
+        with self.lock:
+            slot = self._slots.get((record.key.side, record.id))
+            watchers = slot.watchers if slot is not None else []  # on a room that is gone nothing changes any more
+            watchers.append(watcher)
+        return lambda: watchers.remove(watcher)
+
+    def states(self) -> Iterator[tuple[Side, RoomId, State, Room | None]]:
+        """A snapshot of all slots."""
+        with self.lock:
+            slots = [(side, room, slot.state, slot.room) for (side, room), slot in self._slots.items()]
+        return iter(slots)
+
+    def tickets_towards(self) -> set[str]:
+        """The instances that tickets here are, or may still be, in flight to."""
+        return {
+            flight.pair.peer
+            for _, _, state, _ in self.states()
+            if isinstance(state, sender_state.Sender)
+            for flight in state.flights
+        }
+
+    def holds(self, instance: str) -> bool:
+        """Whether pages here still wait for proof about that instance."""
+        return instance in self.tickets_towards() or instance in self.spoken_to()
+
+    def draining_pages(self) -> int:
+        """Pages here that a failed room's senders may still write."""
+        return sum(
+            drain.pages for _, _, state, _ in self.states() if isinstance(state, receiver_state.Receiver) for drain in state.drains
+        )
+
+    def spoken_to(self) -> dict[str, int]:
+        """Per prefill instance the highest generation here that still waits for its Drained (R2)."""
+        highest: dict[str, int] = {}
+        for _, _, state, _ in self.states():
+            if isinstance(state, receiver_state.Receiver):
+                for drain in state.drains:
+                    if drain.published:
+                        highest[drain.party.instance] = max(drain.rg, highest.get(drain.party.instance, 0))
+        return highest
+
+    def sizes(self) -> dict[str, int]:
+        """Entries of every per-room store (C7)."""
+        counts = dict.fromkeys(
+            ("rooms", "tickets", "last_words", "marks", "waiting_joins", "drain_records", "unrouted_aborts", "timers", "slots"), 0
+        )
+        with self.lock:
+            counts["slots"], counts["timers"] = len(self._slots), len(self._timers)
+            states = [slot.state for slot in self._slots.values()]
+        for state in states:
+            counts["rooms"] += state.life is not None
+            if isinstance(state, sender_state.Sender):
+                counts["tickets"] += sum(len(flight.running) + len(flight.stuck) for flight in state.flights)
+                counts["last_words"] += len(state.words)
+                counts["marks"] += len(state.marks)
+                counts["waiting_joins"] += len(state.waiting)
+            else:
+                counts["drain_records"] += len(state.drains)
+                counts["unrouted_aborts"] += len(state.unrouted)
+        return counts
+
+
+def _is_orphan(state: State) -> bool:
+    return isinstance(state, sender_state.Sender) and bool(state.waiting)
+
+
+def _kept(state: State) -> tuple[object, ...]:
+    """What outlives the lifetime."""
+    if isinstance(state, sender_state.Sender):
+        return (*state.flights, *state.words, *state.marks, *state.waiting)
+    return (*state.drains, *state.unrouted)

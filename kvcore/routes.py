@@ -1,0 +1,131 @@
+"""From a prefill address to paired sender ranks: asks the bootstrap service, dials each rank, and tells the room its route."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvcore.bootstrap import Group, LookupFailure
+from kvcore.bootstrap_client import Directory
+from kvcore.peers import Peer, Peers
+from kvcore.protocol.events import Party
+from kvcore.states import FailureCode
+
+
+@dataclass(eq=False, slots=True)
+class Search:
+    """One receiver's way to its sender ranks. ``wanted`` says whether the room still needs it."""
+
+    address: str
+    wanted: Callable[[], bool]
+    found: Callable[[tuple[Party, ...]], None]
+    failed: Callable[[FailureCode, str], None]
+    token: int = 0
+    group: Group | None = None
+    parties: dict[int, Party] = field(default_factory=dict)
+    asked_again: bool = False
+    over: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _RankWaiter:
+    search: Search
+    rank: int
+    routes: Routes
+
+    def wanted(self) -> bool:
+        return not self.search.over and self.search.wanted()
+
+    def paired(self, peer: Peer) -> None:
+        self.routes.rank_paired(self.search, self.rank, peer)
+
+    def refused(self, code: FailureCode, text: str) -> None:
+        self.routes.end(self.search, code, text)
+
+
+class Routes:
+    """Searches under way. Runs on the control thread but for the lookup itself."""
+
+    def __init__(self, directory: Directory, peers: Peers, on_control: Callable[[Callable[[], None]], None]) -> None:
+        self._directory, self._peers, self._on_control = directory, peers, on_control
+        self._searches: dict[Search, None] = {}
+        self._groups: dict[str, Group] = {}
+        """Groups that paired instances were found through, to be forgotten with them."""
+
+    def find(self, search: Search) -> None:
+        """Begin; where the group is known it takes no question."""
+        self._searches[search] = None
+        self._look_up(search)
+
+    def _look_up(self, search: Search) -> None:
+        search.token = self._directory.lookup(search.address, lambda result: self._on_control(lambda: self._looked_up(search, result)))
+
+    def _looked_up(self, search: Search, result: Group | LookupFailure) -> None:
+        if search.over or not search.wanted():
+            return self._forget(search)
+        if isinstance(result, LookupFailure):
+            return self.end(search, FailureCode.PEER_LOST, str(result))
+        search.group = self._groups[search.address] = result
+        for info in result.ranks:
+            self._peers.link(info.control, _RankWaiter(search, info.rank, self))
+
+    def rank_paired(self, search: Search, rank: int, peer: Peer) -> None:
+        """One rank is paired; with the last the route is known."""
+        group = search.group
+        if search.over or group is None:
+            return
+        if peer.instance != group.ranks[rank].instance:
+            return self._outdated(search, group, rank, peer)
+        search.parties[rank] = peer.party
+        if len(search.parties) == group.size:
+            self._forget(search)
+            search.found(tuple(search.parties[rank] for rank in range(group.size)))
+
+    def _outdated(self, search: Search, group: Group, rank: int, peer: Peer) -> None:
+        """Another instance than the one looked up answers at a rank's address: ask the bootstrap service once more."""
+        self._directory.forget(search.address, group)
+        if not search.asked_again:
+            search.asked_again = True
+            search.group = None
+            search.parties.clear()
+            return self._look_up(search)
+        info = group.ranks[rank]
+        text = f"expected instance {info.instance} at {info.control} and found {peer.instance}; does {search.address} belong to that group?"
+        self.end(search, FailureCode.PEER_LOST, text)
+
+    def end(self, search: Search, code: FailureCode, text: str) -> None:
+        """Give a search up, and tell its room why."""
+        if search.over:
+            return
+        if search.group is not None:
+            self._directory.forget(search.address, search.group)
+        self._forget(search)
+        search.failed(code, text)
+
+    def _forget(self, search: Search) -> None:
+        search.over = True
+        self._searches.pop(search, None)
+        self._directory.drop(search.token)
+
+    def prune(self) -> None:
+        """Drop searches that no room wants any more."""
+        for search in [search for search in self._searches if not search.wanted()]:
+            self._forget(search)
+
+    def lost(self, instance: str) -> None:
+        """A peer was lost: ask the bootstrap service anew before its address is used again."""
+        for address, group in list(self._groups.items()):
+            if any(info.instance == instance for info in group.ranks):
+                self._directory.forget(address, group)
+                del self._groups[address]
+
+    def why(self, address: str) -> str:
+        """Why an address has not led anywhere so far."""
+        error = self._directory.last_error(address)
+        return f"prefill {address}: {error}" if error else ""
+
+    def sizes(self) -> dict[str, int]:
+        """Entries held."""
+        return {"searches": len(self._searches), "groups": len(self._groups)} | {
+            f"directory_{name}": size for name, size in self._directory.sizes().items()
+        }

@@ -1,0 +1,51 @@
+"""Timers that cost nothing to cancel: one ordered queue per delay, since what is armed later with the same delay is due later."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Timers(Generic[Key]):
+    """Keys with a time at which they are due. Not thread-safe: its owner's lock guards it."""
+
+    def __init__(self) -> None:
+        self._queues: dict[float, OrderedDict[Key, float]] = {}
+        self._delay_of: dict[Key, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._delay_of)
+
+    def arm(self, key: Key, delay: float, now: float) -> None:
+        """Have ``key`` due ``delay`` seconds from ``now``; one that is armed already starts anew."""
+        self.cancel(key)
+        self._delay_of[key] = delay
+        self._queues.setdefault(delay, OrderedDict())[key] = now + delay
+
+    def cancel(self, key: Key) -> None:
+        """Forget ``key``; harmless if it is not armed."""
+        delay = self._delay_of.pop(key, None)
+        if delay is not None:
+            queue = self._queues[delay]
+            del queue[key]
+            if not queue:
+                del self._queues[delay]
+
+    def next_due(self) -> float | None:
+        """When the first key is due; None if none is armed."""
+        return min((next(iter(queue.values())) for queue in self._queues.values()), default=None)
+
+    def take_due(self, now: float) -> list[Key]:
+        """Remove and return all keys that are due, those with the shortest delay first."""
+        due: list[Key] = []
+        for delay in sorted(self._queues):
+            for key, at in self._queues[delay].items():
+                if at > now:
+                    break
+                due.append(key)
+        for key in due:
+            self.cancel(key)
+        return due

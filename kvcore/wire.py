@@ -1,0 +1,137 @@
+"""What travels between two instances: letters, one ZeroMQ frame of msgpack each.
+
+Version 1.0. A letter of another major version is dropped and answered with ``Stranger``, whose introduction names both; unknown
+fields are ignored, so that minors can add some (P1). Nothing received is ever evaluated (P5).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvcore.memory import PoolGeometry, Region
+from kvcore.protocol.messages import Abort, Ack, Destination, Drained, Here, Join, Status, Which
+
+VERSION = (1, 0)
+MAX_LETTER_BYTES = 16 * 1024 * 1024
+
+Instance = Annotated[str, Meta(max_length=64)]
+Seconds = Annotated[float, Meta(gt=0)]
+Unsigned = Annotated[int, Meta(ge=0)]
+
+
+class RegionInfo(msgspec.Struct, frozen=True):
+    """A region as its owner registered it."""
+
+    ptr: int
+    nbytes: int
+    device: str = "cpu:0"
+    layer: int = 0
+    part: str = ""
+
+    @classmethod
+    def of(cls, region: Region) -> RegionInfo:
+        """The region as it travels."""
+        return cls(region.ptr, region.nbytes, region.device, region.layer, region.part)
+
+    def region(self) -> Region:
+        """The region as the planner and backends take it."""
+        return Region(self.ptr, self.nbytes, self.device, self.layer, self.part)
+
+
+class Process(msgspec.Struct, frozen=True):
+    """Where an instance runs, so that one on the same host can know that it is gone (R4)."""
+
+    host: str
+    pid: int
+    started: str
+
+
+class Introduction(msgspec.Struct, frozen=True):
+    """What an instance tells of itself when it pairs (P1)."""
+
+    version: tuple[int, int]
+    instance: Instance
+    order: int
+    role: str
+    rank: Unsigned
+    size: Annotated[int, Meta(ge=1, le=65536)]
+    backend: str
+    wire_version: str
+    pools: tuple[PoolGeometry, ...]
+    regions: tuple[RegionInfo, ...]
+    liveness_s: Seconds
+    ticket_s: Seconds
+    quarantine_s: Seconds | None
+    orphan_s: Seconds
+    process: Process
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Decode to prefill: pair with me. ``pairing`` names this attempt; the engine's endpoint is fresh for it."""
+
+    pairing: Unsigned
+    me: Introduction
+    data: bytes
+    keys: tuple[bytes, ...] = ()
+    spoken: Annotated[dict[Instance, Unsigned], Meta(max_length=4096)] = {}
+    """Per prefill instance the highest generation here whose pages still wait for its Drained (R2)."""
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """Prefill to decode: paired, from my side."""
+
+    pairing: Unsigned
+    me: Introduction
+    data: bytes
+    keys: tuple[bytes, ...] = ()
+
+
+class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
+    """Either way: we do not fit; the text names both values."""
+
+    pairing: Unsigned
+    text: str
+
+
+class Stranger(msgspec.Struct, frozen=True, tag="stranger"):
+    """I am this instance and do not know you, or am not whom you wrote to: introduce yourself."""
+
+    version: tuple[int, int] = VERSION
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """I am alive."""
+
+
+PeerBody = Hello | Welcome | Refuse | Stranger | Ping
+RoomBody = Join | Here | Destination | Status | Ack | Abort | Which | Drained
+Body = PeerBody | RoomBody
+
+
+class Letter(msgspec.Struct, frozen=True):
+    """The envelope: major version, both instances (``to`` is empty in a first hello), and the body."""
+
+    v: int
+    source: Instance
+    to: Instance
+    body: Body
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Letter)
+
+
+def encode(source: str, to: str, body: Body) -> bytes:
+    """One frame."""
+    return _encoder.encode(Letter(VERSION[0], source, to, body))
+
+
+def decode(frame: bytes | memoryview) -> Letter:
+    """The letter in a frame; raises ``ValueError`` in one line for any other bytes."""
+    try:
+        return _decoder.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
