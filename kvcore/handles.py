@@ -246,7 +246,7 @@ class Receiver(Handle):
             if life.pages is not None:
                 raise PageError(f"room {room.id}: receive was called already; open another attempt for other pages")
             room.meter.pages = sum(int(indices.size) for indices in chosen.values())
-            room.pages = {name: int(indices.size) for name, indices in chosen.items()}
+            room.meter.listed_bytes = sum(int(indices.size) * pools[name].page_bytes for name, indices in chosen.items())
             table.apply("decode", room.id, ev.Receive(self.generation, listed))
 
     def _prefix(self, prefix_pages: int | Mapping[str, int]) -> dict[str, int]:

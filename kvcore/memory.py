@@ -140,6 +140,11 @@ class Pool:
             tuple(region.part for region in self.regions),
         )
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, in all regions together."""
+        return sum(region.nbytes for region in self.regions) // self.num_pages
+
     def indices(self, pages: Iterable[int] | npt.ArrayLike) -> Indices:
         """A private copy of page indices as int64 of shape ``(n,)``; raises ``PageError`` naming the bad index and the bound (T2)."""
         array = _integers(self.name, pages, self.num_pages)

@@ -46,6 +46,8 @@ class Meter:
         self.pages = 0
         self.bytes = 0
         self.chunks = 0
+        self.listed_bytes = 0
+        """Receiver: what its pages hold; they have moved with SUCCESS."""
 
     def began(self, now: float) -> None:
         """Something of the room is in flight from now on."""
@@ -69,6 +71,8 @@ class Meter:
             self._ended = now
             if side == "decode" and self._in_flight:
                 self.done(now)
+            if state is KVPoll.SUCCESS:
+                self.bytes += self.listed_bytes
 
     def read(self, now: float) -> TransferMetrics:
         """The figures so far."""

@@ -1,0 +1,146 @@
+"""Addresses: every family, one form, one error text (C77)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore.addresses import Address, parse, parse_host
+from kvcore.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port", "zmq", "http"),
+    [
+        ("127.0.0.1:8998", "127.0.0.1", 8998, "tcp://127.0.0.1:8998", "http://127.0.0.1:8998"),
+        ("node-3.rack_1.example:1", "node-3.rack_1.example", 1, "tcp://node-3.rack_1.example:1", "http://node-3.rack_1.example:1"),
+        ("[::1]:8998", "::1", 8998, "tcp://[::1]:8998", "http://[::1]:8998"),
+        ("[fe80::1%lo]:65535", "fe80::1%lo", 65535, "tcp://[fe80::1%lo]:65535", "http://[fe80::1%25lo]:65535"),
+        ("[::ffff:10.0.0.7]:80", "::ffff:10.0.0.7", 80, "tcp://[::ffff:10.0.0.7]:80", "http://[::ffff:10.0.0.7]:80"),
+    ],
+)
+def test_c77_each_family_has_each_form(text: str, host: str, port: int, zmq: str, http: str) -> None:
+    address = parse(text, "bootstrap")
+    assert address == Address(host, port)
+    assert (str(address), address.zmq, address.http) == (text, zmq, http)
+    assert address.ipv6 == (":" in host)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        ":",
+        ":80",
+        "::1",
+        "::1:8998",
+        "[::1]",
+        "[::1]8998",
+        "[::1]:",
+        "[]:80",
+        "[127.0.0.1]:80",
+        "[node]:80",
+        "fe80::1%lo:80",
+        "[fe80::1%]:80",
+        "[fe80::1%a b]:80",
+        "[fe80::1%a%b]:80",
+        "[g::1]:80",
+        "node",
+        "node:",
+        "node:http",
+        "node:0",
+        "node:65536",
+        "node:-1",
+        "node:+1",
+        "node:8_0",
+        "node:٨٠",
+        "node: 80",
+        " node:80",
+        "node:80\n",
+        "no de:80",
+        "nöde:80",
+        "-node:80",
+        "http://node:80",
+        "user@node:80",
+        "node/x:80",
+        "node%lo:80",
+        "999.1.1.1:80",
+        "127.1:80",
+        "2130706433:80",
+        "a" * 254 + ":80",
+    ],
+)
+def test_c77_a_bad_address_is_refused_naming_setting_text_and_form(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(text, "bootstrap")
+    message = str(caught.value)
+    assert message.startswith("bootstrap must be host:port, IPv6 in brackets")
+    assert repr(text) in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("value", [None, 8998, b"node:80", ["node", 80]])
+def test_what_is_no_text_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="admin must be"):
+        parse(value, "admin")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="host must be"):
+        parse_host(value, "host")  # type: ignore[arg-type]
+
+
+def test_port_0_only_where_an_address_is_bound() -> None:
+    assert parse("127.0.0.1:0", "admin", any_port=True).port == 0
+    with pytest.raises(ConfigError, match="port 0 is out of range"):
+        parse("127.0.0.1:0", "prefill")
+
+
+@pytest.mark.parametrize(
+    ("text", "host"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("node-3", "node-3"),
+        ("::1", "::1"),
+        ("[::1]", "::1"),
+        ("fe80::1%lo", "fe80::1%lo"),
+        ("[fe80::1%lo]", "fe80::1%lo"),
+    ],
+)
+def test_c77_a_host_without_port(text: str, host: str) -> None:
+    assert parse_host(text, "host") == host
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[node]", "[::1", "::1]", "[::1]:80", "node:80", "1.2.3", "a b", "*"])
+def test_c77_a_bad_host_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="host must be a name or an address"):
+        parse_host(text, "host")
+
+
+@pytest.mark.parametrize(
+    ("host", "wildcard"), [("0.0.0.0", True), ("::", True), ("0:0::0", True), ("127.0.0.1", False), ("::1", False), ("node", False)]
+)
+def test_c78_wildcards_are_known_as_such(host: str, wildcard: bool) -> None:
+    assert Address(host, 80).wildcard is wildcard
+
+
+_HOSTS = st.one_of(
+    st.ip_addresses(v=4).map(str),
+    st.ip_addresses(v=6).map(str),
+    st.ip_addresses(v=6).map(lambda address: f"{address}%eth0.7"),
+    st.from_regex(r"[a-z][a-z0-9-]{0,20}[a-z]", fullmatch=True),
+)
+
+
+@given(_HOSTS, st.integers(1, 65535))
+def test_c77_what_is_written_is_read_back(host: str, port: int) -> None:
+    address = Address(host, port)
+    assert parse(str(address), "prefill") == address
+    assert parse_host(host, "host") == host
+
+
+@given(st.text())
+def test_any_text_is_an_address_or_a_config_error(text: str) -> None:
+    try:
+        address = parse(text, "prefill")
+    except ConfigError:
+        return
+    assert str(address).casefold() == text.casefold() or int(text.rpartition(":")[2]) == address.port
