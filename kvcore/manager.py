@@ -92,7 +92,7 @@ class KVManager:
         self._peers = Peers(me, limits.send_s, backend.hooks, backend.info.capabilities, self)
         self._ledger = Ledger(
             backend.hooks, backend.info.capabilities, Layout.of(geometries, regions), limits.ticket_s, self._metrics,
-            self._peers.paired.get, self._ticket_ended, self._path_broken, lambda: self.table.receiving > 0,
+            lambda instance: self._peers.peer("prefill", instance), self._ticket_ended, self._path_broken, lambda: self.table.receiving > 0,
         )  # fmt: skip
         bind = addresses.Address(addresses.parse_host(config.bind or config.host, "bind"), config.port)
         self._channel = self._peers.channel = Channel(bind, "port", limits.liveness_s / 3, self._peers.on_frame, self._tick)
@@ -230,7 +230,7 @@ class KVManager:
         counters = self._counted().counters()
         return ManagerStats(
             stores, ROOM_STORES, counters, self._ledger.tickets, self.quarantined_pages,
-            counters["kvcore_released_unproven_total"], self._ledger.pending_clears, len(self._peers.paired),
+            counters["kvcore_released_unproven_total"], self._ledger.pending_clears, len(self._peers.pairings),
             self._channel.sockets, sum(thread.name.startswith("kvcore") for thread in threading.enumerate()),
         )  # fmt: skip
 
@@ -287,7 +287,7 @@ class KVManager:
         pages = effect.pages
         if key.side == "prefill":
             pages = self._ledger.write_off(key, effect.pair, effect.chunk)
-            peer = self._peers.paired.get(effect.pair.peer)
+            peer = self._peers.peer("prefill", effect.pair.peer)
             if peer is not None:
                 peer.expired = max(peer.expired, effect.pair.rg)
         self._metrics.count("kvcore_released_unproven_total", pages)
@@ -443,4 +443,3 @@ def _room_id(room: object, attempt: object) -> RoomId:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
             raise RoomError(f"{what} {value!r} ({type(value).__name__}) is refused; pass an integer in 0 .. {text}")
     return RoomId(cast("int", room), cast("int", attempt))
-

@@ -36,8 +36,12 @@ MAX_PAIRINGS = 4096
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """A paired instance. ``heard`` is when a letter of it last came, ``excused`` how long we ourselves did not listen since."""
+    """A paired instance, as seen from our ``side``.
 
+    ``heard`` is when a letter of it last came, ``excused`` how long we ourselves did not listen since.
+    """
+
+    side: Side
     intro: Introduction
     layout: Layout
     pairing: int
@@ -123,14 +127,19 @@ class Peers:
         self._pairing_now: dict[str, int] = {}
         self._links: dict[str, Link] = {}
         self._departed: dict[str, Departed] = {}
-        self.paired: dict[str, Peer] = {}
+        self.pairings: dict[tuple[Side, str], Peer] = {}
+        """By our side: a peer with both roles may be paired twice."""
         self.channel: Channel  # set by the manager, before anything arrives
 
     # --- sending and dialling
 
-    def send(self, instance: str, message: Body) -> None:
-        """Send to a paired instance; dropped if it is none."""
-        peer = self.paired.get(instance)
+    def peer(self, side: Side, instance: str) -> Peer | None:
+        """The instance paired with our ``side``."""
+        return self.pairings.get((side, instance))
+
+    def send(self, instance: str, message: RoomBody) -> None:
+        """Send a room message to a paired instance; dropped if it is none."""
+        peer = self.peer(other_side(addressee(message)), instance)
         if peer is not None:
             self._write(peer.route, instance, message)
 
@@ -198,29 +207,24 @@ class Peers:
             return self._write(route, letter.source, Stranger())
         if isinstance(body, Welcome | Refuse | Stranger):
             return self._on_answer(route, letter)
-        peer = self.paired.get(letter.source)
+        peer = self.peer("decode" if route.identity is None else "prefill", letter.source)
         if peer is None:
             return self._write(route, letter.source, Stranger())
         self._hear(peer, route)
-        if isinstance(body, RoomMessage):
-            self._on_room_message(peer, body)
+        if isinstance(body, RoomMessage) and not (peer.side == addressee(body) and self._home.got(peer.side, body, peer.party)):
+            self.channel.note_bad(f"{type(body).__name__} of room {body.room} from {peer.instance} makes no sense here")
 
     def _hear(self, peer: Peer, route: Route) -> None:
         peer.heard, peer.excused = time.monotonic(), 0.0
-        if route.identity is not None:
-            peer.route.identity = route.identity  # it may have reconnected
-
-    def _on_room_message(self, peer: Peer, message: RoomBody) -> None:
-        side: Side = "prefill" if isinstance(message, Join | Destination | Ack | Abort) else "decode"
-        if self.me.role not in (side, "both") or not self._home.got(side, message, peer.party):
-            self.channel.note_bad(f"{type(message).__name__} of room {message.room} from {peer.instance} makes no sense here")
+        peer.route.identity = route.identity  # it may have reconnected
 
     def _on_answer(self, route: Route, letter: Letter) -> None:
         link = self._links.get(route.address)
         body = letter.body
         if link is None or link.route is not route:
-            if isinstance(body, Stranger) and letter.source in self.paired:
-                self.lose(self.paired[letter.source], "it does not know this instance any more")
+            peer = self.peer("prefill", letter.source)
+            if isinstance(body, Stranger) and peer is not None:
+                self.lose(peer, "it does not know this instance any more")
             return
         if isinstance(body, Welcome):
             self._on_welcome(link, letter, body)
@@ -236,7 +240,7 @@ class Peers:
         source = letter.source
         if hello.me.instance != source:
             return self.channel.note_bad(f"hello of {hello.me.instance!r} in a letter of {source!r}")
-        peer = self.paired.get(source)
+        peer = self.peer("prefill", source)
         if peer is not None and peer.pairing == hello.pairing:
             self._hear(peer, route)
             self.channel.send(peer.route, peer.welcome, time.monotonic())
@@ -251,9 +255,7 @@ class Peers:
             self.lose(peer, "it pairs anew")
         self._pairing_now[source] = hello.pairing
         theirs = _engine_peer(hello.me, hello.data, hello.keys)
-        self._home.slowly(
-            lambda: self._connect(theirs), lambda found, error: self._connected(route, hello, layout, found, error)
-        )
+        self._home.slowly(lambda: self._connect(theirs), lambda found, error: self._connected(route, hello, layout, found, error))
 
     def _fit(self, theirs: Introduction) -> Layout | str:
         """The peer's layout, or why it does not fit (P1)."""
@@ -280,11 +282,11 @@ class Peers:
         spoken = hello.spoken.get(self.me.instance, 0)
         body = Welcome(hello.pairing, self.me, found.data, tuple(found.keys))
         welcome = encode(self.me.instance, source, body)
-        self._pair(Peer(hello.me, layout, hello.pairing, route, welcome, time.monotonic(), self.me.liveness_s, spoken))
+        self._pair(Peer("prefill", hello.me, layout, hello.pairing, route, welcome, time.monotonic(), self.me.liveness_s, spoken))
         self.channel.send(route, welcome, time.monotonic())
 
     def _pair(self, peer: Peer) -> None:
-        self.paired[peer.instance] = peer
+        self.pairings[peer.side, peer.instance] = peer
         self._departed.pop(peer.instance, None)  # what proves that it was gone proves nothing now
         log.info("paired with %s (%s rank %d)", peer.instance, peer.intro.role, peer.intro.rank)
         self._home.event("paired", peer=peer.instance)
@@ -299,16 +301,14 @@ class Peers:
             return self._refuse_link(link, FailureCode.INCOMPATIBLE, layout)
         link.connecting = True
         theirs = _engine_peer(welcome.me, welcome.data, welcome.keys)
-        self._home.slowly(
-            lambda: self._hooks.kvcore_connect(peer=theirs), lambda _, error: self._linked(link, welcome, layout, error)
-        )
+        self._home.slowly(lambda: self._hooks.kvcore_connect(peer=theirs), lambda _, error: self._linked(link, welcome, layout, error))
 
     def _linked(self, link: Link, welcome: Welcome, layout: Layout, error: BaseException | None) -> None:
         if self._links.get(link.address) is not link:
             return
         if error is not None:
             return self._refuse_link(link, FailureCode.BACKEND, f"the decode engine cannot reach {welcome.me.instance}: {error}")
-        peer = Peer(welcome.me, layout, welcome.pairing, link.route, b"", time.monotonic(), self.me.liveness_s)
+        peer = Peer("decode", welcome.me, layout, welcome.pairing, link.route, b"", time.monotonic(), self.me.liveness_s)
         link.peer = peer
         self._pair(peer)
         waiters, link.waiters = link.waiters, []
@@ -319,11 +319,12 @@ class Peers:
 
     def lose(self, peer: Peer, text: str, *, gone: bool = False) -> None:
         """Drop a peer: its rooms fail, the engine is told to forget it, and proof about its pages is looked for (P2, R4)."""
-        if self.paired.get(peer.instance) is not peer:
+        if self.pairings.get((peer.side, peer.instance)) is not peer:
             return
-        del self.paired[peer.instance]
-        for link in [link for link in self._links.values() if link.peer is peer]:
-            self._drop_link(link)
+        for lost in [lost for lost in self.pairings.values() if lost.instance == peer.instance]:  # the engine forgets both
+            del self.pairings[lost.side, lost.instance]
+            for link in [link for link in self._links.values() if link.peer is lost]:
+                self._drop_link(link)
         text = f"peer {peer.instance} lost: {text}"
         log.warning("%s", text)
         departed = self._departed[peer.instance] = Departed(peer.intro, gone)
@@ -336,7 +337,7 @@ class Peers:
 
     def broken(self, instance: str, text: str) -> None:
         """The backend says that the path is poisoned: lose the peer and have it pair anew."""
-        peer = self.paired.get(instance)
+        peer = self.peer("prefill", instance)
         if peer is not None:
             self._write(peer.route, instance, Stranger())
             self.lose(peer, f"the path to it is broken: {text}")
@@ -366,7 +367,7 @@ class Peers:
         if self._ticked is None or now >= due:
             stalled = max(0.0, now - due)
             self._ticked = now
-            for peer in list(self.paired.values()):
+            for peer in list(self.pairings.values()):
                 peer.excused += stalled
                 self._check(peer, now)
             for departed in list(self._departed.values()):
@@ -403,11 +404,21 @@ class Peers:
     def sizes(self) -> dict[str, int]:
         """Entries of every per-peer store (C7)."""
         return {
-            "peers": len(self.paired),
+            "peers": len(self.pairings),
             "links": len(self._links),
             "pairings": len(self._pairing_now),
             "departed_peers": len(self._departed),
         }
+
+
+def addressee(message: RoomBody) -> Side:
+    """The side that a room message is for."""
+    return "prefill" if isinstance(message, Join | Destination | Ack | Abort) else "decode"
+
+
+def other_side(side: Side) -> Side:
+    """The opposite side."""
+    return "decode" if side == "prefill" else "prefill"
 
 
 def _engine_peer(intro: Introduction, data: bytes, keys: tuple[bytes, ...]) -> hookspecs.Peer:

@@ -338,12 +338,7 @@ class RoomTable:
 
     def tickets_towards(self) -> set[str]:
         """The instances that tickets here are, or may still be, in flight to."""
-        return {
-            flight.pair.peer
-            for _, _, state, _ in self.states()
-            if isinstance(state, sender_state.Sender)
-            for flight in state.flights
-        }
+        return {flight.pair.peer for _, _, state, _ in self.states() if isinstance(state, sender_state.Sender) for flight in state.flights}
 
     def holds(self, instance: str) -> bool:
         """Whether pages here still wait for proof about that instance."""
@@ -351,9 +346,7 @@ class RoomTable:
 
     def draining_pages(self) -> int:
         """Pages here that a failed room's senders may still write."""
-        return sum(
-            drain.pages for _, _, state, _ in self.states() if isinstance(state, receiver_state.Receiver) for drain in state.drains
-        )
+        return sum(drain.pages for _, _, state, _ in self.states() if isinstance(state, receiver_state.Receiver) for drain in state.drains)
 
     def spoken_to(self) -> dict[str, int]:
         """Per prefill instance the highest generation here that still waits for its Drained (R2)."""

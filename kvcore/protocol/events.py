@@ -183,6 +183,7 @@ class Unproven:
 
 Effect = Send | Start | Cancel | Forget | Unproven
 
+
 def timed_out(room: RoomId, limit: str, waited_for: str, note: str) -> str:
     """The text of a time-out: which limit, which room, what was waited for, what to look at."""
     return f"{limit} passed for room {room} waiting for {waited_for}" + (f" ({note})" if note else "")
