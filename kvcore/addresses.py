@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import re
+import socket
 from dataclasses import dataclass
 
 from kvcore.errors import ConfigError
+
+log = logging.getLogger("kvcore.addresses")
 
 _FORM = 'host:port, IPv6 in brackets, such as "10.0.0.7:8998", "node-3:8998" or "[fe80::1%eth0]:8998"'
 _HOST_FORM = 'a name or an address, such as "10.0.0.7", "node-3" or "fe80::1%eth0"'
@@ -75,6 +79,18 @@ def parse_host(text: str, what: str) -> str:
         raise _refusal(what, text, "not a string", _HOST_FORM)
     bracketed = text.startswith("[") and text.endswith("]") and ":" in text
     return _checked(text[1:-1] if bracketed else text, what, text, _HOST_FORM)
+
+
+def own_host() -> str:
+    """The address of this host that the default route leaves from, else loopback; logged, since it is a guess (C79)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # reserved for documentation; a datagram socket sends nothing by connecting
+            host = str(probe.getsockname()[0])
+        except OSError:
+            host = "127.0.0.1"
+    log.info("host: chose %s as the address given to peers; set host to override", host)
+    return host
 
 
 def _checked(host: str, what: str, text: str, form: str) -> str:

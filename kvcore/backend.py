@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, cast
 
 from kvcore import addresses, registry
 from kvcore.config import Config
-from kvcore.errors import ConfigError
+from kvcore.errors import BackendLoadError, ConfigError, KVCoreError, RegistrationError
+from kvcore.exclusive import OneAtATime
 from kvcore.hookspecs import Hooks, OpenContext
 from kvcore.memory import Region
 
 log = logging.getLogger("kvcore.backend")
+
+MOST_LISTED = 4
+"""Regions written out in an error; of more only the first ones."""
 
 
 class Backend:
@@ -21,7 +25,8 @@ class Backend:
     def __init__(self, name: str, options: Mapping[str, object]) -> None:
         self.plugins, self._plugin, self.info = registry.plugin_manager(registry.load_backend(name))
         self._options = registry.validated_options(self.info, options)
-        self.hooks = cast(Hooks, self.plugins.hook)
+        hooks = cast(Hooks, self.plugins.hook)
+        self.hooks = cast(Hooks, OneAtATime(hooks)) if self.info.capabilities.exclusive else hooks
 
     def open(self, config: Config, instance: str, regions: Sequence[Region]) -> None:
         """Start the engine and register all memory, or undo what was done and raise (B3). Slow thread."""
@@ -35,22 +40,66 @@ class Backend:
         logger = logging.getLogger(f"kvcore.backends.{self.info.name}")
         context = OpenContext(instance, config.role, config.topology.rank, host, bind, logger)
         try:
-            self.hooks.kvcore_open(options=self._options, context=context)
-            self.hooks.kvcore_register(regions=regions)
+            self._start(context)
+            self._register(regions)
         except BaseException:
             self._close_engine()
             raise
 
-    def close(self, regions: Sequence[Region]) -> None:
-        """Unregister and stop the engine. Slow thread."""
+    def _start(self, context: OpenContext) -> None:
+        fault = _fault(self.hooks.kvcore_open, options=self._options, context=context)
+        if fault is not None:
+            raise BackendLoadError(
+                f"backend {self.info.name!r} did not start as {context.side} rank {context.rank} on host {context.host!r}, "
+                f"bind {context.bind!r}: kvcore_open {fault.text}; "
+                "check its options, these addresses, and the devices and environment variables that its engine needs"
+            ) from fault.error
+
+    def _register(self, regions: Sequence[Region]) -> None:
+        fault = _fault(self.hooks.kvcore_register, regions=regions)
+        if fault is not None:
+            self._unregister(regions)
+            raise RegistrationError(self._unregistered(regions, fault.text)) from fault.error
+
+    def _unregistered(self, regions: Sequence[Region], what: str) -> str:
+        listed = [f"region {n} ({r.nbytes} bytes at {r.ptr:#x} on {r.device})" for n, r in enumerate(regions[:MOST_LISTED])]
+        more = f" and {len(regions) - MOST_LISTED} more" if len(regions) > MOST_LISTED else ""
+        return (
+            f"backend {self.info.name!r} could not register {', '.join(listed)}{more}: kvcore_register {what}; usual causes: "
+            "the limit of locked memory (ulimit -l), a missing driver, memory of a kind or an allocator that the engine does not take"
+        )
+
+    def close(self, regions: Sequence[Region]) -> bool:
+        """Unregister and stop the engine; True if it has stopped, so that no transfer of it runs any more (R3). Slow thread."""
+        self._unregister(regions)
+        return self._close_engine()
+
+    def _unregister(self, regions: Sequence[Region]) -> None:
         try:
             self.hooks.kvcore_unregister(regions=regions)
-        except Exception:
+        except BaseException:
             log.exception("backend %s did not unregister its memory; closing it", self.info.name)
-        self._close_engine()
 
-    def _close_engine(self) -> None:
+    def _close_engine(self) -> bool:
         try:
             self.hooks.kvcore_close()
-        except Exception:
+        except BaseException:
             log.exception("backend %s did not close cleanly", self.info.name)
+            return False
+        return True
+
+
+class _Fault(NamedTuple):
+    text: str
+    error: BaseException | None = None
+
+
+def _fault(hook: Callable[..., object], **arguments: object) -> _Fault | None:
+    """What a hook did that should just have returned. Errors of kvcore pass: they say all of it themselves."""
+    try:
+        answer = hook(**arguments)
+    except KVCoreError:
+        raise
+    except BaseException as error:
+        return _Fault(f"raised {type(error).__name__}: {' '.join(str(error).split())}", error)
+    return None if answer is None else _Fault(f"returned {answer!r:.100} instead of None")

@@ -50,14 +50,17 @@ class Channel:
     ) -> None:
         self._on_frame, self._on_tick = on_frame, on_tick
         self._heartbeat_ms = max(100, int(heartbeat_s * 1000))
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls: deque[Callable[[], object]] = deque()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._woken = False
+        self._wake_lock = threading.RLock()  # a handle may be collected, and wake this, in the middle of a wake
         self._stopping = False
         self._wake_at = 0.0
         self.bad_messages = 0
+        self.tap: Callable[[Route, bytes, bool], int] = straight_through
+        """How many times a frame on a route goes on, out (True) or in (False); 0 drops it. Called on the control thread, for tests."""
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65536)
         self._router = self._socket(zmq.ROUTER)
@@ -98,18 +101,22 @@ class Channel:
         """Start the thread."""
         self._thread.start()
 
-    def call(self, function: Callable[[], None]) -> None:
+    def call(self, function: Callable[[], object]) -> None:
         """Have a function called on the control thread, in order of the calls. Never blocks."""
         self._calls.append(function)
         self.wake()
 
     def wake(self) -> None:
         """Have the loop take a turn soon."""
-        if not self._woken:
+        if self._woken:
+            return
+        with self._wake_lock:
+            if self._context.closed:
+                return  # it has ended, and the number of the pipe may be another file's by now
             self._woken = True
             try:
                 os.write(self._wake_write, b"\0")
-            except OSError:  # full: it is awake; closed: it has ended
+            except OSError:  # full: it is awake
                 return
 
     def wake_by(self, when: float) -> None:
@@ -164,6 +171,10 @@ class Channel:
 
     def send(self, route: Route, frame: bytes, now: float) -> bool:
         """Send one frame now, or drop it; notes since when the route is blocked."""
+        return all(self.pass_on(route, frame, now) for _ in range(self.tap(route, frame, True)))
+
+    def pass_on(self, route: Route, frame: bytes, now: float) -> bool:
+        """``send`` past the tap."""
         parts = [frame] if route.identity is None else [route.identity, frame]
         if not route.closed:
             try:
@@ -217,10 +228,16 @@ class Channel:
             if len(frames) != 1:
                 self.note_bad(f"{len(frames)} frames where one is due")
                 continue
-            try:
-                self._on_frame(route or Route(socket, parts[0]), frames[0])
-            except Exception:
-                log.exception("a message could not be handled; the next one is served")
+            route = route or Route(socket, parts[0])
+            for _ in range(self.tap(route, frames[0], False)):
+                self.take(route, frames[0])
+
+    def take(self, route: Route, frame: bytes) -> None:
+        """Handle a frame that came, or is said to have come, over a route."""
+        try:
+            self._on_frame(route, frame)
+        except Exception:
+            log.exception("a message could not be handled; the next one is served")
 
     def note_bad(self, what: str) -> None:
         """Count a bad message, and log the first few and then one in a thousand (P5)."""
@@ -232,6 +249,12 @@ class Channel:
         for route in list(self._routes.values()):
             self.hang_up(route)
         self._router.close()
-        self._context.term()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        with self._wake_lock:
+            self._context.term()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+
+def straight_through(_route: Route, _frame: bytes, _outgoing: bool) -> int:
+    """No tap."""
+    return 1

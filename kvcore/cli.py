@@ -28,15 +28,16 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(f"the command line needs {error.name}, which is not installed; run: pip install kvcore[cli]", FAILED)
     try:
         result = application()(words, prog_name="kvcore", standalone_mode=False, obj=debug)
-        return result if isinstance(result, int) else DONE
+        code = result if isinstance(result, int) else DONE
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted", INTERRUPTED)
+        code = INTERRUPTED
     except Exception as error:
         if isinstance(error, _usage_error()):
             return _fail(f"{error.format_message().rstrip('.')}; see kvcore --help", USAGE)
         if debug:
             sys.stderr.write(getattr(error, "trace", "") or traceback.format_exc())
         return _fail(str(error) or type(error).__name__, FAILED)
+    return _fail("interrupted", INTERRUPTED) if code == INTERRUPTED else code
 
 
 def application() -> typer.Typer:

@@ -127,6 +127,8 @@ class Transfer:
     local_base: npt.NDArray[np.uint64]
     """Addresses of all local regions, for ``local_address``."""
     remote_base: npt.NDArray[np.uint64]
+    chunk: int = 0
+    """Which chunk of the room this is, or is a part of; counts from 1 and leaves out empty chunks."""
 
     @property
     def local_address(self) -> npt.NDArray[np.uint64]:

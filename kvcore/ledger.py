@@ -8,72 +8,29 @@ failed without being quiescent stays here until it ends after all, the peer is f
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Protocol
-
-import numpy as np
+from collections.abc import Callable
 
 from kvcore.errors import KVCoreError
-from kvcore.hookspecs import Capabilities, Hooks, NothingPosted, Ticket, TicketKind, TicketState, Transfer
+from kvcore.fast_hooks import FastHooks
+from kvcore.hookspecs import RETRY, Capabilities, Hooks, Ticket, TicketKind, TicketState
 from kvcore.metrics import Metrics
-from kvcore.planner import Layout, plan, split
+from kvcore.planner import Layout
 from kvcore.protocol import events as ev
-from kvcore.protocol.sender_state import Life
 from kvcore.rooms import Chunk, Room
 from kvcore.states import FailureCode, Reason, RoomKey
+from kvcore.tickets import Entry, Part, PeerView, transfers
+from kvcore.workers import STUCK_PER_WORKER, Job, Workers
 
 log = logging.getLogger("kvcore.ledger")
 
 SPIN_S = 0.0002
 SHORTEST_WAIT_S = 0.00005
 LONGEST_WAIT_S = 0.02
-FIRST_RETRY_S = 0.001
 LAST_RETRY_S = 0.1
-
-
-class PeerView(Protocol):
-    """What the ledger asks of a paired peer."""
-
-    @property
-    def layout(self) -> Layout: ...
-    def heard_lately(self, now: float) -> bool: ...
-
-
-@dataclass(eq=False, slots=True)
-class Part:
-    """A transfer as the engine has it: its ticket once posted, and when it may be posted again."""
-
-    transfer: Transfer
-    ticket: Ticket | None = None
-    not_before: float = 0.0
-    retry_s: float = FIRST_RETRY_S
-
-
-@dataclass(eq=False, slots=True)
-class Entry:
-    """One ticket of the protocol: parts not yet posted, parts running, and whether its end was already booked as a failure."""
-
-    room: Room
-    pair: ev.Pair
-    number: int
-    chunk: Chunk
-    waiting: deque[Part] = field(default_factory=deque)
-    running: list[Part] = field(default_factory=list)
-    planned: bool = False
-    started: float = 0.0
-    cancelled: bool = False
-    failed: bool = False
-    unproven: bool = False
-    """A part ended of which the backend does not know that it is quiescent: only a fence proves it."""
-
-    @property
-    def pages(self) -> int:
-        """Pages this ticket keeps."""
-        return sum(indices.size for indices in self.chunk.pages.values())
 
 
 class Ledger:
@@ -91,12 +48,14 @@ class Ledger:
         broken: Callable[[str, str], None],
         receiving: Callable[[], bool],
     ) -> None:
-        self._hooks, self._capabilities, self._local = hooks, capabilities, local
+        self._hooks, self._capabilities, self._local = FastHooks(hooks), capabilities, local
         self._ticket_s, self._metrics = ticket_s, metrics
         self._peer, self._ended, self._broken, self._receiving = peer, ended, broken, receiving
         self._commands: deque[Callable[[], None]] = deque()
         self._entries: dict[tuple[ev.Pair, RoomKey, int], Entry] = {}
         self._to_forget = self._forgotten = 0
+        parallel = 1 if capabilities.exclusive else capabilities.parallel
+        self._workers = Workers(parallel, 1 if capabilities.exclusive else STUCK_PER_WORKER * parallel)
         self._bell = threading.Event()
         self._stopping = False
         self.backend_rooms = 0
@@ -133,19 +92,37 @@ class Ledger:
         self._order(lambda: self._drop(lambda other: other is entry))
         return entry.pages if entry is not None else 0
 
+    def wake(self) -> None:
+        """A room here may be written to from now on: drive an engine whose target must work."""
+        if self._capabilities.needs_progress:
+            self._order(lambda: None)
+
     def stop(self, timeout_s: float) -> bool:
-        """End the thread; True if it ended."""
+        """End the thread and begin no more transfers; True if it ended and no transfer is under way in a worker. Idempotent."""
+        deadline = time.monotonic() + timeout_s
         self._stopping = True
         self._bell.set()
-        if self._thread.ident is None:
-            return True
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return self._workers.stop(max(0.0, deadline - time.monotonic())) and not self._thread.is_alive()
+
+    def join(self, timeout_s: float) -> bool:
+        """After the engine was closed: wait for workers that were still in it; whether all have ended."""
+        return self._workers.join(timeout_s)
 
     @property
     def alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the thread runs, and not too many workers are stuck."""
+        return self.alive and self._workers.healthy
+
+    def worker_sizes(self) -> dict[str, int]:
+        """Workers, lanes and stuck workers of a ``blocking`` backend."""
+        return self._workers.sizes()
 
     @property
     def tickets(self) -> int:
@@ -155,7 +132,7 @@ class Ledger:
     @property
     def pending_clears(self) -> int:
         """Lifetimes cleared whose backend state has not been dropped yet."""
-        return self._to_forget - self._forgotten
+        return self._to_forget - self._forgotten + self._hooks.owed
 
     @property
     def quarantined_pages(self) -> int:
@@ -173,7 +150,7 @@ class Ledger:
         while not self._stopping:
             try:
                 busy = self._turn(time.monotonic())
-            except Exception:
+            except BaseException:
                 log.exception("the progress thread goes on after an error")
                 busy = False
             now = time.monotonic()
@@ -183,20 +160,31 @@ class Ledger:
 
     def _rest(self, quiet_s: float) -> None:
         """Spin briefly, then sleep ever longer while tickets run; without any, until something comes."""
-        if not self._entries and not self._commands:
-            self.backend_rooms = len(self._held_rooms())
-            self._bell.wait(LONGEST_WAIT_S if self._must_progress() else None)
+        if self._at_rest():
+            held = self._hooks.held_rooms()
+            self.backend_rooms = self.backend_rooms if held is None else held
+            self._bell.wait(LONGEST_WAIT_S if held is None else None)
         elif quiet_s > SPIN_S:
             self._bell.wait(min(max(quiet_s / 32, SHORTEST_WAIT_S), LONGEST_WAIT_S))
         self._bell.clear()
 
+    def _at_rest(self) -> bool:
+        """Whether nothing changes here by itself. What only a fence can end needs no turns."""
+        if self._commands or self._hooks.owed or self._must_progress():
+            return False
+        return all(entry.unproven and not entry.running for entry in self._entries.values())
+
+    def _must_progress(self) -> bool:
+        return self._capabilities.needs_progress and bool(self._entries or self._receiving())
+
     def _turn(self, now: float) -> bool:
         """One round; True if anything moved."""
         moved = bool(self._commands)
+        self._hooks.catch_up()
         for _ in range(len(self._commands)):
-            self._commands.popleft()()
+            self._guarded(self._commands.popleft())
         if self._must_progress():
-            self._guarded(self._hooks.kvcore_progress)
+            self._hooks.progress()
         for entry in list(self._entries.values()):
             moved |= self._post(entry, now)
         moved |= self._poll(now)
@@ -206,182 +194,194 @@ class Ledger:
 
     def _post(self, entry: Entry, now: float) -> bool:
         """Hand the engine what may be read now; True if something was."""
-        if entry.cancelled or entry.failed or entry.room.status.terminal:
-            return False  # A5: also when the order to cancel has not been taken yet
-        if not entry.planned and not self._plan(entry, now):
+        if entry.planned and not entry.waiting:
+            return False
+        if not self._may_start(entry, now) or not (entry.planned or self._plan(entry, now)):
             return False
         posted = False
-        while entry.waiting and entry.waiting[0].not_before <= now and not entry.failed:
+        while entry.waiting and entry.waiting[0].not_before <= now and self._may_start(entry, now):
             self._submit(entry, entry.waiting.popleft(), now)
             posted = True
         return posted
 
-    def _plan(self, entry: Entry, now: float) -> bool:
-        """Turn a chunk into parts, once its pages are filled and its peer was heard of (T4, R7)."""
+    def _may_start(self, entry: Entry, now: float) -> bool:
+        """A5, also when the order to cancel has not been taken yet, and R7. From any thread."""
+        if entry.cancelled or entry.failed or entry.room.status.terminal:
+            return False
         peer = self._peer(entry.pair.peer)
-        if peer is None or not peer.heard_lately(now):
+        return peer is not None and peer.heard_lately(now)
+
+    def _plan(self, entry: Entry, now: float) -> bool:
+        """Turn a chunk into parts, once its pages are filled (T4)."""
+        peer = self._peer(entry.pair.peer)
+        if peer is None:
             return False
         try:
             if entry.chunk.ready is not None and not entry.chunk.ready.query():
                 return False
-            transfers = list(self._transfers(entry, peer.layout))
+            planned = list(transfers(entry, self._local, peer.layout, self._capabilities))
         except KVCoreError as error:
             self._fail(entry, FailureCode.BAD_PAGES, str(error))
             return False
-        except Exception as error:
+        except BaseException as error:
             log.exception("room %s: chunk %d cannot be planned", entry.room.id, entry.number)
             self._fail(entry, FailureCode.INTERNAL, f"chunk {entry.number}: {type(error).__name__}: {error}")
             return False
         entry.planned = True
-        entry.started = now
-        entry.room.meter.began(now)
-        entry.waiting.extend(Part(transfer) for transfer in transfers)
+        entry.waiting.extend(Part(transfer) for transfer in planned)
         return True
 
-    def _transfers(self, entry: Entry, remote: Layout) -> Iterator[Transfer]:
-        life = entry.room.life
-        assert isinstance(life, Life)
-        dest = next(dest for dest in life.dests if life.pair(dest) == entry.pair)
-        listed = {item.pool: np.frombuffer(item.pages, "<i4").astype(np.int64) for item in dest.pages}
-        pages = {}
-        for pool, mine in entry.chunk.pages.items():
-            first = entry.chunk.offset[pool]
-            pages[pool] = mine, listed[pool][first : first + mine.size]
-        whole = plan(self._local, remote, pages)
-        for part in split(whole, self._capabilities.max_descriptors, self._capabilities.max_bytes):
-            arrays = (part.local_region, part.remote_region, part.local_offset, part.remote_offset, part.length)
-            yield Transfer(entry.room.key, entry.pair.peer, *arrays, self._local.base, remote.base)
-
     def _submit(self, entry: Entry, part: Part, now: float) -> None:
-        try:
-            result = self._hooks.kvcore_transfer(transfer=part.transfer)
-        except NothingPosted as error:
-            result = TicketState(TicketKind.FAILED, str(error) or "nothing posted", quiescent=True)
-        except BaseException as error:
-            log.exception("room %s: the backend raised in transfer", entry.room.id)
-            result = TicketState(TicketKind.FAILED, f"transfer raised {type(error).__name__}: {error}")
-        if result is None:
-            result = TicketState(TicketKind.FAILED, "transfer returned no ticket")
-        if isinstance(result, TicketState):
-            self._take(entry, part, result, now)
-            return
-        part.ticket = result
+        part.peer = self._peer(entry.pair.peer)
         entry.running.append(part)
+        if self._capabilities.blocking:
+            part.job = Job(entry.pair.peer, lambda: self._work(entry, part))
+            return self._workers.put(part.job)
+        self._begin(entry, part, now)
+        self._returned(entry, part, self._hooks.transfer(part.transfer), now)
+
+    def _work(self, entry: Entry, part: Part) -> None:
+        """On a worker: make the call, unless the room has failed or the peer fallen silent while the part waited."""
+        now = time.monotonic()
+        result: Ticket | TicketState = RETRY
+        if self._may_start(entry, now):
+            self._order(lambda: self._begin(entry, part, now))
+            result = self._hooks.transfer(part.transfer)
+        self._order(lambda: self._returned(entry, part, result, time.monotonic()))
+
+    def _begin(self, entry: Entry, part: Part, now: float) -> None:
+        if part in entry.running:
+            part.since = now
+            entry.room.meter.began(now)
+
+    def _returned(self, entry: Entry, part: Part, result: Ticket | TicketState, now: float) -> None:
+        """A call of ``kvcore_transfer`` has returned."""
+        part.job = None
+        if part not in entry.running:
+            return self._come_too_late(entry.room, result)
+        if isinstance(result, TicketState):
+            return self._take(entry, part, result, now)
+        part.ticket = result
+        if entry.cancelled or entry.failed:
+            self._abort(entry.room.key, [part])
+
+    def _come_too_late(self, room: Room, result: Ticket | TicketState) -> None:
+        """A worker came back after its ticket was written off or fenced; nobody will ask for the engine's ticket."""
+        if isinstance(result, TicketState):
+            return
+        self._hooks.abort(room.key, [result])
+        if room.cleared and not any(entry.room.key == room.key for entry in self._entries.values()):
+            self._hooks.clear(room.key)
 
     def _poll(self, now: float) -> bool:
-        running = [(entry, part) for entry in self._entries.values() for part in entry.running]
+        running = [(entry, part) for entry in self._entries.values() for part in entry.running if part.job is None]
         if not running:
             return False
         moved = False
-        for (entry, part), state in zip(running, self._states([part.ticket for _, part in running]), strict=True):
+        for (entry, part), state in zip(running, self._hooks.poll([part.ticket for _, part in running]), strict=True):
             if state.kind is not TicketKind.PENDING:
-                entry.running.remove(part)
                 self._take(entry, part, state, now)
                 moved = True
         return moved
 
-    def _states(self, tickets: list[Ticket]) -> list[TicketState]:
-        """All states at once; if that raises, one by one, so that one peer's error stays there (T7)."""
-        try:
-            states = self._hooks.kvcore_poll(tickets=tickets)
-            if isinstance(states, list) and len(states) == len(tickets) and all(isinstance(state, TicketState) for state in states):
-                return states
-            error: BaseException = TypeError(f"poll returned {str(states)[:100]} for {len(tickets)} tickets")
-        except BaseException as raised:
-            error = raised
-        if len(tickets) == 1:
-            log.error("the backend's poll failed for a ticket", exc_info=error)
-            return [TicketState(TicketKind.FAILED, f"poll raised {type(error).__name__}: {error}")]
-        return [self._states([ticket])[0] for ticket in tickets]
-
     def _take(self, entry: Entry, part: Part, state: TicketState, now: float) -> None:
-        """What the end of a part means for its ticket."""
+        """A part of a ticket has ended."""
+        entry.running.remove(part)
+        self._stop_clock(entry, part, now)
         if state.kind is TicketKind.RETRY and not (entry.cancelled or entry.failed):
             part.ticket, part.not_before = None, now + part.retry_s
             part.retry_s = min(2 * part.retry_s, LAST_RETRY_S)
-            entry.started = now
             entry.waiting.appendleft(part)
-            return
-        if state.kind is TicketKind.PENDING:
-            state = TicketState(TicketKind.FAILED, "transfer returned PENDING instead of a ticket")
-        if state.kind is TicketKind.DONE:
+        elif state.kind is TicketKind.DONE:
             entry.room.meter.bytes += part.transfer.nbytes
             self._metrics.count("kvcore_bytes_total", part.transfer.nbytes)
         elif state.kind is TicketKind.FAILED:
-            entry.unproven |= not state.quiescent
-            self._fail(entry, FailureCode.BACKEND, state.reason or "the backend gave no reason")
-        self._settle(entry, now)
-        if state.peer_broken:
+            entry.unproven |= state.quiescent is not True
+            code = FailureCode.PEER_LOST if state.peer_broken else FailureCode.BACKEND
+            self._fail(entry, code, state.reason or "the backend gave no reason")
+        self._settle(entry)
+        if state.peer_broken and part.peer is self._peer(entry.pair.peer):  # a new pairing is not to blame
             self._broken(entry.pair.peer, state.reason)
 
-    def _settle(self, entry: Entry, now: float) -> None:
+    def _stop_clock(self, entry: Entry, part: Part, now: float) -> None:
+        if part.since < math.inf:
+            part.since = math.inf
+            entry.room.meter.done(now)
+
+    def _settle(self, entry: Entry) -> None:
         """Book the end of a ticket of which nothing runs or waits any more."""
-        if entry.running or entry.unproven or (entry.waiting and not (entry.failed or entry.cancelled)):
+        if entry.running or entry.waiting or entry.unproven:
             return
         if self._entries.pop((entry.pair, entry.room.key, entry.number), None) is None:
             return
-        if entry.planned:
-            entry.room.meter.done(now)
         ok = not (entry.failed or entry.cancelled)
-        self._ended(entry.room, ev.Ended(entry.pair, entry.number, ok, True, None if ok else _reason(FailureCode.ABORTED, "cancelled")))
+        self._tell(entry, ok, True, None if ok else _reason(FailureCode.ABORTED, "cancelled"))
 
     def _fail(self, entry: Entry, code: FailureCode, text: str) -> None:
         """The ticket has failed; whether it is quiescent shows when the rest of it ended."""
         if entry.failed:
             return
         entry.failed = True
+        self._withdraw(entry)
         quiescent = not (entry.running or entry.unproven)
         if quiescent:
             self._entries.pop((entry.pair, entry.room.key, entry.number), None)
-            if entry.planned:
-                entry.room.meter.done(time.monotonic())
         text = f"room {entry.room.id}, chunk {entry.number} to {entry.pair.peer}: {text}"
-        self._ended(entry.room, ev.Ended(entry.pair, entry.number, False, quiescent, _reason(code, text)))
+        self._tell(entry, False, quiescent, _reason(code, text))
+
+    def _tell(self, entry: Entry, ok: bool, quiescent: bool, reason: Reason | None) -> None:
+        self._guarded(lambda: self._ended(entry.room, ev.Ended(entry.pair, entry.number, ok, quiescent, reason)))
+
+    def _withdraw(self, entry: Entry) -> None:
+        """Post no more of a ticket: what waits, in a lane too, is taken out."""
+        entry.waiting.clear()
+        entry.running = [part for part in entry.running if part.job is None or not self._workers.take_out(part.job)]
 
     def _limit(self, entry: Entry, now: float) -> None:
-        if entry.planned and not entry.failed and now - entry.started > self._ticket_s:
+        late = [part for part in entry.running if now - part.since > self._ticket_s]
+        for part in late:
+            if part.job is not None:
+                self._workers.write_off(part.job)
+        if late and not entry.failed:
             self._fail(entry, FailureCode.TIMEOUT, f"ticket_s ({self._ticket_s:g} s) passed before the backend reported an end")
             self._abort(entry.room.key, entry.running)
 
     def _cancel(self, key: RoomKey) -> None:
-        now = time.monotonic()
         running: list[Part] = []
         for entry in [entry for entry in self._entries.values() if entry.room.key == key]:
             entry.cancelled = True
-            entry.waiting.clear()
+            self._withdraw(entry)
             running += entry.running
-            self._settle(entry, now)
+            self._settle(entry)
         self._abort(key, running)
 
     def _abort(self, key: RoomKey, parts: list[Part]) -> None:
-        tickets = [part.ticket for part in parts]
-        if tickets:
-            self._guarded(lambda: self._hooks.kvcore_abort(room=key, tickets=tickets))
+        """Cancel parts; those still in ``kvcore_transfer`` have no ticket yet, and are meant by the room alone."""
+        if parts:
+            self._hooks.abort(key, [part.ticket for part in parts if part.job is None])
 
     def _forget(self, key: RoomKey) -> None:
-        self._guarded(lambda: self._hooks.kvcore_clear(room=key))
+        self._hooks.clear(key)
         self._forgotten += 1
 
     def _drop(self, chosen: Callable[[Entry], bool]) -> None:
+        now = time.monotonic()
         for name, entry in list(self._entries.items()):
-            if chosen(entry):
-                del self._entries[name]
-
-    def _must_progress(self) -> bool:
-        return self._capabilities.needs_progress and bool(self._entries or self._receiving())
-
-    def _held_rooms(self) -> list[RoomKey]:
-        try:
-            return list(self._hooks.kvcore_held_rooms())
-        except Exception:
-            log.exception("the backend's held_rooms failed")
-            return []
+            if not chosen(entry):
+                continue
+            del self._entries[name]
+            self._withdraw(entry)
+            running, entry.running = entry.running, []
+            for part in running:
+                self._stop_clock(entry, part, now)
+                if part.job is not None:
+                    self._workers.write_off(part.job)
 
     def _guarded(self, call: Callable[[], object]) -> None:
         try:
             call()
         except BaseException:
-            log.exception("a hook of the backend failed; the core goes on")
+            log.exception("an order or the news of a ticket's end failed; the core goes on")
 
 
 def _reason(code: FailureCode, text: str) -> Reason:

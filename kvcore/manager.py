@@ -56,7 +56,7 @@ class KVManager:
     """
 
     def __init__(self, config: Config, pools: Sequence[Pool]) -> None:
-        self.config = config
+        self.config = config = config if config.host else config.model_copy(update={"host": addresses.own_host()})
         self.pools: Mapping[str, Pool] = _by_name(pools)
         self.rank = config.topology.rank
         self.instance = f"{config.role}-{secrets.token_hex(8)}"
@@ -78,6 +78,7 @@ class KVManager:
         self.table = RoomTable(delays | {"mark_s": 2 * limits.orphan_s}, self.rank, self)
         backend = self._backend = Backend(config.backend, config.backend_options)
         self._observers = Observers(backend.plugins)
+        self._undo.append(lambda: self._observers.stop(STOP_S))
         self._slow = SlowThread("kvcore-slow")
         self._undo.append(lambda: self._slow.stop(STOP_S))
         regions = [region for pool in self.pools.values() for region in pool.regions]
@@ -218,9 +219,14 @@ class KVManager:
         """Register an object with hook implementations: events, or wrappers around any hook of the backend."""
         self._observers.add(plugin)
 
+    @property
+    def control(self) -> Channel:
+        """The control plane's sockets, for ``faults.ControlTap``."""
+        return self._channel
+
     def stats(self) -> ManagerStats:
         """What this manager holds now."""
-        stores = self.table.sizes() | self._routes.sizes() | self._peers.sizes()
+        stores = self.table.sizes() | self._routes.sizes() | self._peers.sizes() | self._ledger.worker_sizes()
         stores |= {
             "ledger_tickets": self._ledger.tickets,
             "pending_clears": self._ledger.pending_clears,
@@ -256,8 +262,8 @@ class KVManager:
 
     @property
     def healthy(self) -> bool:
-        """Whether the threads that serve rooms run."""
-        return self._channel.alive and self._ledger.alive and not self._closing
+        """Whether the threads that serve rooms run, and not too many workers of a blocking backend are stuck."""
+        return self._channel.alive and self._ledger.healthy and not self._closing
 
     def story(self, room: int, attempt: int) -> str:
         """``explain`` for every side that this manager has."""
@@ -300,6 +306,8 @@ class KVManager:
         if state.terminal and old is not None:
             self._metrics.ended(room.key.side, state, reason.code if reason is not None else None, room.meter.read(time.monotonic()))
             self._changed.set()
+        if room.key.side == "decode":
+            self._ledger.wake()
         self.event("status", room.key, state=state.name, reason=str(reason or ""))
 
     def wake_by(self, when: float) -> None:
@@ -419,8 +427,11 @@ class KVManager:
                 log.exception("a part of %s did not stop cleanly; going on", self.instance)
 
     def _close_backend(self, regions: Sequence[Region]) -> None:
-        """Stop the engine; that proves that no ticket of it runs any more (R3)."""
-        self._slow.run(lambda: self._backend.close(regions)).result(STOP_S)
+        """Stop the engine; if it and all workers have ended, that proves that no ticket of it runs any more (R3)."""
+        stopped = self._slow.run(lambda: self._backend.close(regions)).result(STOP_S)
+        if not (stopped and self._ledger.join(STOP_S)):
+            log.error("the engine of %s may still be at work; keep the memory of tickets in flight", self.instance)
+            return
         for instance in self.table.tickets_towards():
             self.fenced(instance, "prefill")
 

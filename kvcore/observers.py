@@ -5,14 +5,35 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from typing import cast
 
 import pluggy
 
-from kvcore.hookspecs import Event
+from kvcore.errors import KVCoreError
+from kvcore.hookspecs import Event, Hooks
 
 log = logging.getLogger("kvcore.observers")
 
 MOST_WAITING = 10_000
+
+
+class Interposer:
+    """Base of observers that call the backend themselves, as fault injection does. One serves one manager."""
+
+    _hooks: Hooks | None = None
+
+    @property
+    def hooks(self) -> Hooks:
+        """The manager's hooks; raises ``KVCoreError`` before ``add_observer``."""
+        if self._hooks is None:
+            raise KVCoreError(f"{type(self).__name__} serves no manager yet; give it to add_observer first")
+        return self._hooks
+
+    def attach(self, hooks: Hooks) -> None:
+        """Take the hooks of the manager that this was given to; raises ``KVCoreError`` for a second one."""
+        if self._hooks is not None:
+            raise KVCoreError(f"this {type(self).__name__} serves a manager already; make another for each manager")
+        self._hooks = hooks
 
 
 class Observers:
@@ -28,6 +49,8 @@ class Observers:
 
     def add(self, plugin: object) -> None:
         """Register an object with hook implementations or wrappers; a hook name that does not exist raises at once."""
+        if isinstance(plugin, Interposer):
+            plugin.attach(cast(Hooks, self._manager.hook))
         self._manager.register(plugin)
         try:
             self._manager.check_pending()

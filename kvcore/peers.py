@@ -198,9 +198,9 @@ class Peers:
             letter = decode(frame)
         except ValueError as error:
             return self.channel.note_bad(str(error))
-        if letter.v != self.me.version[0]:
-            return self.channel.note_bad(f"control protocol {letter.v} where {self.me.version[0]} is spoken, from {letter.source!r}")
         body = letter.body
+        if letter.v != self.me.version[0] and not isinstance(body, Refuse):  # which tells just that
+            return self._on_foreign(route, letter)
         if isinstance(body, Hello):
             return self._on_hello(route, letter, body)
         if letter.to != self.me.instance:
@@ -213,6 +213,14 @@ class Peers:
         self._hear(peer, route)
         if isinstance(body, RoomMessage) and not (peer.side == addressee(body) and self._home.got(peer.side, body, peer.party)):
             self.channel.note_bad(f"{type(body).__name__} of room {body.room} from {peer.instance} makes no sense here")
+
+    def _on_foreign(self, route: Route, letter: Letter) -> None:
+        """Another major version: the letter is dropped, but a hello is told why (P1)."""
+        self.channel.note_bad(f"control protocol {letter.v} where {self.me.version[0]} is spoken, from {letter.source!r}")
+        text = misfit(self.me, letter.body.me) if isinstance(letter.body, Hello) else None
+        if isinstance(letter.body, Hello) and text is not None:
+            log.warning("refused to pair: %s", text)
+            self._write(route, letter.source, Refuse(letter.body.pairing, text))
 
     def _hear(self, peer: Peer, route: Route) -> None:
         peer.heard, peer.excused = time.monotonic(), 0.0

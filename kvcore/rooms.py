@@ -120,7 +120,7 @@ class RoomTable:
         """The highest generation given out."""
         orphan_s = limits["orphan_s"] or 0.0
         self._first_resend_s = min(FIRST_RESEND_S, orphan_s / 8)
-        self._last_resend_s = orphan_s / 2
+        self._last_resend_s = orphan_s
 
     # --- rooms
 

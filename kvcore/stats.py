@@ -27,4 +27,4 @@ class ManagerStats:
     """Live paired instances."""
     sockets: int
     threads: int
-    """Threads of this manager."""
+    """Threads of kvcore in this process, of all its managers."""

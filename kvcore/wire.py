@@ -1,7 +1,7 @@
 """What travels between two instances: letters, one ZeroMQ frame of msgpack each.
 
-Version 1.0. A letter of another major version is dropped and answered with ``Stranger``, whose introduction names both; unknown
-fields are ignored, so that minors can add some (P1). Nothing received is ever evaluated (P5).
+Version 1.0. A letter of another major version is dropped, and a hello of one answered with ``Refuse``, which every version reads;
+unknown fields are ignored, so that minors can add some (P1). Nothing received is ever evaluated (P5).
 """
 
 from __future__ import annotations

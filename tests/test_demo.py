@@ -206,6 +206,24 @@ def test_workers_that_fall_silent_end_the_demo() -> None:
     assert multiprocessing.active_children() == []
 
 
+def test_an_interrupt_ends_both_workers() -> None:
+    def interrupt(_: str, __: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_demo(Settings(), interrupt)
+    assert multiprocessing.active_children() == []
+
+
+def test_workers_end_with_their_driver() -> None:
+    run = "run_demo(Settings(max_new_tokens=4000), lambda side, text: print(side, text, flush=True))"
+    driver = subprocess.Popen([sys.executable, "-c", f"from kvcore.demo.driver import *; {run}"], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    assert any(line.startswith("prefill generating") for line in driver.stdout)  # which takes the better part of a minute
+    driver.kill()
+    driver.communicate(timeout=8)  # the pipe ends when the last process that holds it has ended
+
+
 def test_a_worker_that_fails_says_why_in_one_line(tmp_path: Path) -> None:
     ended = demo("--model", str(tmp_path))
     assert (ended.returncode, ended.stdout) == (1, "")
@@ -244,6 +262,15 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], capsys: p
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("kvcore: ")
+
+
+def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*_: object) -> Report:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvcore.demo.command.run_demo", interrupt)
+    assert cli.run(["demo"]) == 130
+    assert capsys.readouterr().err == "kvcore: interrupted\n"
 
 
 def test_help_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
 """The backends that come with kvcore, and what the ``local`` one is made of: registered memory, tickets and its wire format.
 
 A connection carries a hello (magic, token, instance id) and its answer, then frames one way and answers the other. A frame is a head,
-rows that say where in the receiver's regions each piece goes, and the payload. All numbers are little-endian.
+rows that say where in the receiver's regions each piece goes, and the payload. All numbers are little-endian. Importing this package
+imports no backend (B1).
 """
 
 from __future__ import annotations

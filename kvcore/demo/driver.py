@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import multiprocessing
+import signal
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from types import TracebackType
@@ -30,7 +33,7 @@ from kvcore.demo.messages import (
 from kvcore.demo.report import PromptResult, Report
 from kvcore.demo.worker import main
 
-STOP_S = 5.0
+STOP_S = 2.0
 SIDES: tuple[Side, Side] = ("prefill", "decode")
 
 T = TypeVar("T")
@@ -113,7 +116,8 @@ class Workers:
         context = multiprocessing.get_context("spawn")
         mine, theirs = context.Pipe()
         process = context.Process(target=main, args=(side, settings, theirs), name=f"kvcore-demo-{side}", daemon=True)
-        process.start()
+        with _interrupts_ignored():
+            process.start()
         theirs.close()  # so that the pipe ends when the process does
         self._processes[side], self._pipes[side] = process, mine
 
@@ -145,3 +149,16 @@ class Workers:
         process = self._processes[side]
         process.join(STOP_S)
         return DemoError(f"the {side} process has died (exit code {process.exitcode}); run again with --debug to see what it last did")
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """A process started meanwhile ignores Ctrl-C for life: the driver gets it too, and ends its workers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

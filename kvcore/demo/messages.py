@@ -113,22 +113,15 @@ Message = Progress | Failed | Ready | Begin | Expected | Generated | Ended | Sto
 T = TypeVar("T")
 
 
-class DriverGone(Exception):
-    """The process at the other end of a worker's pipe has ended; so does the worker."""
-
-
 class Link:
-    """A worker's end of its pipe to the driver. Both ways raise ``DriverGone``, so no wait outlasts the driver."""
+    """A worker's end of its pipe to the driver. No wait on it outlasts the driver, since a worker ends with its driver."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def tell(self, message: Message) -> None:
         """Send a message."""
-        try:
-            self._connection.send(message)
-        except OSError as error:
-            raise DriverGone from error
+        self._connection.send(message)
 
     def progress(self, text: str) -> None:
         """Send word of what is being done."""
@@ -136,10 +129,7 @@ class Link:
 
     def hear(self, kind: type[T]) -> T:
         """The next message, which must be of this kind."""
-        try:
-            message = self._connection.recv()
-        except (EOFError, OSError) as error:
-            raise DriverGone from error
+        message = self._connection.recv()
         if not isinstance(message, kind):
             raise DemoError(f"expected {kind.__name__} from the driver, got {type(message).__name__}; this is a fault of the demo")
         return message

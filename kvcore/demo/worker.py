@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import multiprocessing
 import os
-import signal
+import threading
 import traceback
 import warnings
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 
-from kvcore.demo.messages import DriverGone, Failed, Link, Settings, Side
+from kvcore.demo.messages import Failed, Link, Settings, Side
 
 
 def main(side: Side, settings: Settings, connection: Connection) -> None:
     """Entry point of the process; ends when the side is done, has failed, or the driver is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver gets it too, and ends its workers
+    threading.Thread(target=_end_with_driver, name="kvcore-demo-driver-watch", daemon=True).start()
     _quiet(settings.debug)
+    link = Link(connection)
     try:
-        _run(side, settings, Link(connection))
-    except DriverGone:
-        return
-
-
-def _run(side: Side, settings: Settings, link: Link) -> None:
-    link.progress("importing torch and transformers")
-    try:
+        link.progress("importing torch and transformers")
         from kvcore.demo import decode, prefill
 
         (prefill if side == "prefill" else decode).run(settings, link)
-    except DriverGone:
-        raise
     except Exception as error:
-        link.tell(Failed(" ".join(str(error).split()) or type(error).__name__, traceback.format_exc()))
+        with contextlib.suppress(OSError):
+            link.tell(Failed(" ".join(str(error).split()) or type(error).__name__, traceback.format_exc()))
+
+
+def _end_with_driver() -> None:
+    """The rooms of a worker without a driver are nobody's, whatever it is waiting for."""
+    driver = multiprocessing.parent_process()
+    if driver is not None:
+        wait([driver.sentinel])
+        os._exit(1)
 
 
 def _quiet(debug: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcore.protocol import events as ev
-from kvcore.states import FailureCode, Reason
+from kvcore.states import FailureCode, Reason, Side
 from tests.protocol import rules
 from tests.protocol.network import Procs
 from tests.protocol.steps import Interner, Move, Steps
@@ -17,19 +17,20 @@ class Endings:
 
     def __init__(self, steps: Steps, engines: Interner) -> None:
         self.steps, self.engines = steps, engines
-        self._still: dict[Node, Node] = {}
-        self._checked: set[Node] = set()
+        self._still: tuple[dict[Node, Node], dict[Node, Node]] = ({}, {})
+        self._checked: set[tuple[Node, bool]] = set()
 
     def check(self, procs: Procs, engine: int) -> None:
         """A4, A7, C1, C7 and T5 from here on; raises ``Violation``."""
-        node = self.settled(self.mourned((procs, engine)))
-        if node in self._checked:
-            return
-        self._checked.add(node)
-        values = self.values(node)
-        disturbed = any(proc.gave_up or proc.run or proc.lost for proc in values)
-        if not disturbed and not self.steps.scope.any_order:
-            rules.check_told(values, self.engines.values[node[1]])
+        node = self.mourned((procs, engine))
+        for tickets in (False, True):  # the other side learns of an end also while a ticket goes on and on
+            node = self.settled(node, tickets)
+            if (node, tickets) in self._checked:
+                return
+            self._checked.add((node, tickets))
+            values = self.values(node)
+            if not any(proc.gave_up or proc.run or proc.lost for proc in values) and not self.steps.scope.any_order:
+                rules.check_told(values)
         node = self.settled(self.cleared(node))
         rules.check_cleared(self.values(node), disturbed=any(proc.run or proc.lost for proc in values))
         for _ in range(3):
@@ -51,29 +52,29 @@ class Endings:
                     node = self.moved(node, index, fence(other.dead))
         return node
 
-    def settled(self, node: Node) -> Node:
+    def settled(self, node: Node, tickets: bool = True) -> Node:
         """Route, resend and deliver in order, and let every ticket end, until nothing changes any more."""
-        way: list[Node] = []
-        while node not in self._still:
+        way, still = list[Node](), self._still[tickets]
+        while node not in still:
             way.append(node)
-            after = self.round(node)
+            after = self.round(node, tickets)
             if after == node:
-                self._still[node] = node
+                still[node] = node
             if len(way) > 40:
                 raise Violation("A4", "the two sides never fall silent")
             node = after
         for passed in way:
-            self._still[passed] = self._still[node]
-        return self._still[node]
+            still[passed] = still[node]
+        return still[node]
 
-    def round(self, node: Node) -> Node:
+    def round(self, node: Node, tickets: bool) -> Node:
         for index in range(len(node[0])):
             proc = self.values(node)[index]
             for action in list(self.steps.model.routes(tuple(self.values(node)), proc)) if proc.side == "R" else ():
                 node = self.moved(node, index, action)
             for packet in self.steps.resends(node[0][index]):
                 node = self.answered(node, [packet])
-        for write in sorted(self.engines.values[node[1]].writes):
+        for write in sorted(self.engines.values[node[1]].writes) if tickets else ():
             engine = self.engines.values[node[1]]
             node = (node[0], self.engines(Engine(engine.writes - {write}, engine.landed | {write})))
             for index, proc in enumerate(self.values(node)):
@@ -145,7 +146,7 @@ def ended(write: Write, *, ok: bool, quiescent: bool) -> Action:
 
 def lost(instance: str, generation: int = 0) -> Action:
     """A peer is given up; one that lives has its generations so far marked as expired (C1)."""
-    side = "prefill" if instance[0] == "S" else "decode"
+    side: Side = "prefill" if instance[0] == "S" else "decode"
     why = Reason(FailureCode.PEER_LOST, f"{instance} was lost", side, int(instance[1:].partition(".")[0]))
     return Action("", (ev.Lost(instance, why),), expired=generation)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tests.protocol import rules
 from tests.protocol.endings import Endings, ended, fence, lost
 from tests.protocol.network import Arrival, Links, Network, Procs, SetNetwork
-from tests.protocol.steps import Interner, Move, Packet, Steps
+from tests.protocol.steps import Interner, Move, Steps
 from tests.protocol.world import Action, Engine, Modules, Proc, Scope, Violation
 
 Label = str | int  # an action's name, or the number of a packet that arrived, or -1 - that of one that was lost
@@ -71,7 +71,8 @@ class Explorer:
                 if self.network.superseded(node, net):
                     continue
                 self._at = at
-                for label, world in self.successors(World(*self.nodes.values[node], net)):
+                procs, engine = self.nodes.values[node]
+                for label, world in self.successors(World(procs, engine, net)):
                     result.transitions += 1
                     self.visit(world, at, label)
         except Violation as violation:
@@ -116,7 +117,7 @@ class Explorer:
     def check_drained(self, world: World) -> None:
         """R2: no ticket is running, or will start, of a pair that was called drained."""
         for write in self.engines.values[world.engine].writes:
-            packet = self.steps.packets.numbers.get(Packet(*rules.drained(write)))
+            packet = self.steps.packets.numbers.get(rules.drained(write))
             if packet is not None and self.network.holds(world.net, packet):
                 raise Violation("R2", f"{write.sender} said that {write.pair} is drained, and a ticket may still write")
 
@@ -151,8 +152,8 @@ class Explorer:
             return -1 - arrival.packet, world._replace(net=arrival.net)
         if arrival.move.heard is not None and not self.scope.any_order:
             procs = [self.steps.procs.values[number] for number in world.procs]
-            rules.check_heard(procs, procs[arrival.index], self.steps.procs.values[arrival.move.after], arrival.move.heard)
-        return arrival.packet, self.placed(world, arrival.index, arrival.move, arrival.net)
+            rules.check_heard(procs, procs[arrival.place], self.steps.procs.values[arrival.move.after], arrival.move.heard)
+        return arrival.packet, self.placed(world, arrival.place, arrival.move, arrival.net)
 
     def ended_tickets(self, world: World, procs: tuple[Proc, ...]) -> Iterator[tuple[str, World]]:
         endings = self._tickets.get(world.engine)

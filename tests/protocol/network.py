@@ -11,10 +11,10 @@ Procs = tuple[int, ...]
 
 
 class Arrival(NamedTuple):
-    """A message that arrives at the process of that index, or is lost (index -1); ``net`` is what is left on its way."""
+    """A message that arrives at the process of that place, or is lost (place -1); ``net`` is what is left on its way."""
 
     packet: int
-    index: int
+    place: int
     move: Move | None
     net: Any
 
@@ -46,12 +46,12 @@ class Network(Protocol):
 class _Seen:
     """What is known of the packets for one process: looked at, changing it, and answered without changing it."""
 
-    __slots__ = ("answers", "known", "moves", "resends")
+    __slots__ = ("address", "answers", "known", "moves", "resends")
 
-    def __init__(self, resends: int) -> None:
+    def __init__(self, address: str, resends: int) -> None:
+        self.address, self.resends = address, resends
         self.known = self.moves = 0
         self.answers: dict[int, int] = {}
-        self.resends = resends
 
 
 class SetNetwork:
@@ -70,12 +70,15 @@ class SetNetwork:
 
     def sent(self, procs: Procs, net: int, sends: tuple[int, ...], mask: int) -> int:
         net |= mask
+        addressed = self.steps.addressed
         while True:
             before = net
             for number in procs:
                 seen = self._seen.get(number) or self._first(number)
                 net |= seen.resends
-                self._look(number, seen, net)
+                new = net & addressed.get(seen.address, 0) & ~seen.known
+                if new:
+                    self._look(number, seen, new)
                 for packet, answer in seen.answers.items():
                     if net & packet:
                         net |= answer
@@ -86,16 +89,13 @@ class SetNetwork:
         mask = 0
         for packet in self.steps.resends(number):
             mask |= 1 << packet
-        seen = self._seen[number] = _Seen(mask)
+        seen = self._seen[number] = _Seen(self.steps.address(self.steps.procs.values[number].instance), mask)
         return seen
 
-    def _look(self, number: int, seen: _Seen, net: int) -> None:
+    def _look(self, number: int, seen: _Seen, new: int) -> None:
         """Sort packets that are new to a process into those that change it and those that it only answers."""
-        steps = self.steps
-        address = steps.address(steps.procs.values[number].instance)
-        new = net & steps.addressed.get(address, 0) & ~seen.known
         for packet in bits(new):
-            move = steps.deliver(number, packet)
+            move = self.steps.deliver(number, packet)
             if move.after != number or move.starts:
                 seen.moves |= 1 << packet
             elif move.mask:

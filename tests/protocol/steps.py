@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from kvcore.protocol import events as ev
-from tests.protocol import rules
-from tests.protocol.world import Action, Model, Modules, Proc, Scope
+from tests.protocol.step_rules import check_state, check_step
+from tests.protocol.world import Action, Model, Modules, Proc, Scope, lives_after
 
 
 class Interner:
@@ -76,7 +76,7 @@ class Steps:
         """A process by number; a new one is checked."""
         number = self.procs.numbers.get(proc)
         if number is None:
-            rules.check_state(self.modules, proc)
+            check_state(self.modules, proc)
             number = self.procs(proc)
         return number
 
@@ -133,8 +133,8 @@ class Steps:
 
     def _step(self, proc: Proc, event: ev.Event, action: Action) -> tuple[Proc, tuple[ev.Effect, ...]]:
         state, effects = self.modules.step(proc.side).step(proc.state, event)
-        rules.check_step(self.modules, proc, event, state, effects)
-        after = proc._replace(state=state, lives=rules.lives_after(proc, event, state, action.request))
+        check_step(self.modules, proc, event, state, effects)
+        after = proc._replace(state=state, lives=lives_after(proc, event, state, action.request))
         if isinstance(event, ev.Open):
             after = after._replace(sent=0)
         elif isinstance(event, ev.Hand):

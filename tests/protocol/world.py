@@ -181,7 +181,7 @@ class Model:
             return self.scope.limits
         if timer.limit == "quarantine_s":
             return self.scope.quarantine
-        return self.scope.expiry and not (kind == "mark" and self.scope.requests > 1)
+        return self.scope.expiry and not (timer.limit == "mark_s" and self.scope.requests > 1)
 
     def shared_actions(self, procs: tuple[Proc, ...], index: int) -> Iterator[Action]:
         """What may happen to a process depending on how the others stand: opening, routing, and marks that C4's order keeps."""
@@ -199,7 +199,7 @@ class Model:
             yield from self.routes(procs, proc)
         elif scope.requests > 1 and scope.expiry and not _mark_holds(procs, proc):
             for timer in self.modules.sender_state.timers(proc.state):
-                if timer.subject[0] == "mark":
+                if timer.limit == "mark_s":
                     yield Action("mark_s of mark", (ev.Timeout(timer),))
 
     def routes(self, procs: tuple[Proc, ...], proc: Proc) -> Iterator[Action]:
@@ -208,6 +208,8 @@ class Model:
         generations = [item.rg for item in proc.state.unrouted]
         if life is not None and not life.state.terminal and not life.sources:
             generations.append(life.generation)
+        if not generations:
+            return
         senders = tuple(self.party(other.instance, proc) for other in procs if other.side == "S")
         for generation in generations:
             yield Action("route", (ev.Route(generation, senders, self.scope.receivers),))
@@ -277,3 +279,29 @@ def _mark_holds(procs: tuple[Proc, ...], proc: Proc) -> bool:
     unpaired = any(not drain.sg for other in procs if other.side == "R" for drain in other.state.drains)
     unrouted = any(other.state.unrouted for other in procs if other.side == "R")
     return len(proc.lives) > 1 and (unpaired or unrouted)
+
+
+# --- ghosts
+
+
+def lives_after(proc: Proc, event: ev.Event, after: Any, request: int) -> tuple[Past, ...]:
+    """The ghosts of this process' lifetimes, brought up to date."""
+    lives, life = list(proc.lives), after.life
+    if isinstance(event, ev.Open) and life is not None and life.generation == event.generation and len(lives) < life.generation:
+        lives.append(Past(life.generation, request, life.state, False, True))
+    for position, past in enumerate(lives):
+        if life is not None and life.generation == past.generation:
+            lives[position] = past._replace(state=life.state, unpaired=life.unpaired)
+        elif past.stored:
+            lives[position] = _removed(proc, past, after)
+    if isinstance(event, ev.Timeout) and event.timer.subject[0] == "mark":
+        lives = [past._replace(expired=True) if past.generation == event.timer.subject[1] else past for past in lives]
+    return tuple(lives)
+
+
+def _removed(proc: Proc, past: Past, after: Any) -> Past:
+    """A lifetime that is stored no more; one that was cleared while it lived has failed (C3)."""
+    if past.state.terminal:
+        return past._replace(stored=False)
+    unpaired = any(mark.generation == past.generation for mark in after.marks) if proc.side == "S" else not proc.state.life.joined
+    return past._replace(state=KVPoll.FAILED, unpaired=unpaired, stored=False)

@@ -1,0 +1,118 @@
+"""The fast hooks as the ledger calls them: whatever one raises or answers becomes a ticket's state, or a line in the log (T7)."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable
+
+from kvcore.exclusive import HookBusy
+from kvcore.hookspecs import PENDING, RETRY, Hooks, NothingPosted, Ticket, TicketKind, TicketState, Transfer
+from kvcore.states import RoomKey
+
+log = logging.getLogger("kvcore.fast_hooks")
+
+
+class FastHooks:
+    """Calls that never raise. All but ``transfer`` are made by one thread."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+        self._owed: deque[tuple[str, Callable[[], object]]] = deque()
+        self._errors: Counter[str] = Counter()
+
+    def transfer(self, transfer: Transfer) -> Ticket | TicketState:
+        """The ticket, or how it has ended already; DONE, RETRY or FAILED, whatever the backend does. From any thread."""
+        try:
+            result = self._hooks.kvcore_transfer(transfer=transfer)
+        except HookBusy:
+            return RETRY
+        except NothingPosted as error:
+            return TicketState(TicketKind.FAILED, str(error) or "nothing posted", quiescent=True)
+        except BaseException as error:
+            self._log_error("kvcore_transfer", transfer.room)
+            return TicketState(TicketKind.FAILED, f"transfer raised {_cause(error)}")
+        if result is None:
+            return TicketState(TicketKind.FAILED, "transfer returned no ticket")
+        if isinstance(result, TicketState) and result.kind is TicketKind.PENDING:
+            return TicketState(TicketKind.FAILED, "transfer returned PENDING instead of a ticket")
+        return _sound(result) if isinstance(result, TicketState) else result
+
+    def poll(self, tickets: list[Ticket]) -> list[TicketState]:
+        """One state per ticket. If asking for all at once fails, they are asked one by one, so that one's error stays there (T7)."""
+        try:
+            states = self._hooks.kvcore_poll(tickets=tickets)
+            if not isinstance(states, list) or len(states) != len(tickets):
+                raise TypeError(f"it answered {str(states)[:100]} for {len(tickets)} tickets")
+            return [_sound(state) for state in states]
+        except HookBusy:
+            return [PENDING] * len(tickets)
+        except BaseException as error:
+            if len(tickets) == 1:
+                self._log_error("kvcore_poll", None)
+                return [TicketState(TicketKind.FAILED, f"poll raised {_cause(error)}")]
+        return [state for ticket in tickets for state in self.poll([ticket])]
+
+    def progress(self) -> None:
+        """Drive the engine."""
+        try:
+            self._hooks.kvcore_progress()
+        except HookBusy:
+            return
+        except BaseException:
+            self._log_error("kvcore_progress", None)
+
+    def held_rooms(self) -> int | None:
+        """Lifetimes that the backend holds anything for (B4); None if it does not say now."""
+        try:
+            return len(self._hooks.kvcore_held_rooms())
+        except HookBusy:
+            return None
+        except BaseException:
+            self._log_error("kvcore_held_rooms", None)
+            return None
+
+    def abort(self, room: RoomKey, tickets: list[Ticket]) -> None:
+        """Cancel a lifetime's tickets; now, or as soon as the backend is free."""
+        self._owed.append(("kvcore_abort", lambda: self._hooks.kvcore_abort(room=room, tickets=tickets)))
+        self.catch_up()
+
+    def clear(self, room: RoomKey) -> None:
+        """Drop what is held for a lifetime; now, or as soon as the backend is free."""
+        self._owed.append(("kvcore_clear", lambda: self._hooks.kvcore_clear(room=room)))
+        self.catch_up()
+
+    @property
+    def owed(self) -> int:
+        """Calls of ``abort`` and ``clear`` that wait until the backend is free."""
+        return len(self._owed)
+
+    def catch_up(self) -> None:
+        """Make the calls that are owed, in order."""
+        while self._owed:
+            name, call = self._owed[0]
+            try:
+                call()
+            except HookBusy:
+                return
+            except BaseException:
+                self._log_error(name, None)
+            self._owed.popleft()
+
+    def _log_error(self, hook: str, room: RoomKey | None) -> None:
+        """Log the error at hand: of each hook the first few and then one in a thousand."""
+        self._errors[hook] += 1
+        number = self._errors[hook]
+        if number <= 10 or number % 1000 == 0:
+            log.exception("the backend's %s failed%s (number %d); the core goes on", hook, f" for room {room}" if room else "", number)
+
+
+def _sound(state: object) -> TicketState:
+    """The state, or a failure without proof in place of anything else: an odd answer must not pass for a success."""
+    if isinstance(state, TicketState) and isinstance(state.kind, TicketKind):
+        return state
+    return TicketState(TicketKind.FAILED, f"the backend reported {str(state)[:100]}, which is no state of a ticket")
+
+
+def _cause(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

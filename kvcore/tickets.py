@@ -1,0 +1,87 @@
+"""What the ledger keeps of a ticket: one chunk towards one destination, as the parts that the engine is given."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from kvcore.hookspecs import Capabilities, Ticket, Transfer
+from kvcore.planner import Layout, plan, split
+from kvcore.protocol import events as ev
+from kvcore.protocol.sender_state import Life
+from kvcore.rooms import Chunk, Room
+from kvcore.workers import Job
+
+FIRST_RETRY_S = 0.001
+
+
+class PeerView(Protocol):
+    """What the ledger asks of a paired peer."""
+
+    @property
+    def layout(self) -> Layout: ...
+    def heard_lately(self, now: float) -> bool: ...
+
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """A transfer as the engine has it: its ticket once posted, and when it may be posted again.
+
+    With a ``blocking`` backend it has a ``job`` from when it is put in its peer's lane until the call has returned.
+    """
+
+    transfer: Transfer
+    ticket: Ticket | None = None
+    job: Job | None = None
+    peer: PeerView | None = None
+    """The pairing it was posted in."""
+    since: float = math.inf
+    """When the call of the backend began; infinite while the engine does not have it."""
+    not_before: float = 0.0
+    retry_s: float = FIRST_RETRY_S
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """One ticket of the protocol: parts not yet posted, parts running (or in a lane), and whether its failure was already told."""
+
+    room: Room
+    pair: ev.Pair
+    number: int
+    chunk: Chunk
+    waiting: deque[Part] = field(default_factory=deque)
+    running: list[Part] = field(default_factory=list)
+    planned: bool = False
+    cancelled: bool = False
+    failed: bool = False
+    unproven: bool = False
+    """A part ended of which the backend does not know that it is quiescent: only a fence proves it."""
+
+    @property
+    def pages(self) -> int:
+        """Pages this ticket keeps."""
+        return sum(indices.size for indices in self.chunk.pages.values())
+
+
+def transfers(entry: Entry, local: Layout, remote: Layout, capabilities: Capabilities) -> Iterator[Transfer]:
+    """The chunk as transfers that the backend can take: its pages and, place for place, those the destination listed (T1).
+
+    Raises the planner's errors for pages or pools that do not fit (T2, T3).
+    """
+    life = entry.room.life
+    assert isinstance(life, Life)
+    dest = next(dest for dest in life.dests if life.pair(dest) == entry.pair)
+    listed = {item.pool: np.frombuffer(item.pages, "<i4").astype(np.int64) for item in dest.pages}
+    pages = {}
+    for pool, mine in entry.chunk.pages.items():
+        first = entry.chunk.offset[pool]
+        pages[pool] = mine, listed[pool][first : first + mine.size]
+    whole = plan(local, remote, pages)
+    for part in split(whole, capabilities.max_descriptors, capabilities.max_bytes):
+        arrays = (part.local_region, part.remote_region, part.local_offset, part.remote_offset, part.length)
+        yield Transfer(entry.room.key, entry.pair.peer, *arrays, local.base, remote.base, entry.number)

@@ -1,0 +1,180 @@
+"""What the tests of a running core share: a prefill and a decode manager in one process, short limits, bounded waits."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import kvcore
+from kvcore import Config, KVManager, Limits, Pool, Receiver, Sender
+from kvcore.faults import FaultPlan
+
+BACKENDS = ["local"]
+"""What tests that hold for every backend run over."""
+
+SOON_S = 10.0
+"""How long anything that ought to happen at once may take on a busy machine."""
+
+Array = npt.NDArray[np.uint8]
+
+_numbers = itertools.count(1)
+_never = threading.Event()
+
+
+def number() -> int:
+    """A room number that no other test uses."""
+    return next(_numbers)
+
+
+def limits(**changes: float | None) -> Limits:
+    """Limits short enough for a test, and long enough for a machine that does something else."""
+    short: dict[str, Any] = {
+        "bootstrap_s": 20.0, "input_s": 20.0, "transfer_s": 20.0, "ticket_s": 5.0, "liveness_s": 10.0, "quarantine_s": 20.0,
+        "orphan_s": 1.0, "send_s": 5.0, "drain_s": 0.2,
+    }  # fmt: skip
+    return Limits(**short | changes)
+
+
+def wait_until(reached: Callable[[], object], timeout_s: float = SOON_S, what: str = "") -> None:
+    """Wait for a condition that nothing signals, looking every other millisecond; fails when it does not come in time."""
+    deadline = time.monotonic() + timeout_s
+    while not reached():
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what or 'the condition'}"
+        _never.wait(0.002)
+
+
+def stays(holds: Callable[[], object], seconds: float) -> None:
+    """Check a condition all through a stretch of time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        assert holds(), f"no longer true before {seconds:g} s had passed"
+        _never.wait(0.005)
+
+
+def full_stores(manager: KVManager) -> dict[str, int]:
+    """The per-room stores that are not empty (C7)."""
+    stats = manager.stats()
+    return {name: stats.stores[name] for name in stats.room_stores if stats.stores[name]}
+
+
+def stores_empty(manager: KVManager, timeout_s: float = SOON_S) -> None:
+    """Wait until every per-room store is empty."""
+    deadline = time.monotonic() + timeout_s
+    while full := full_stores(manager):
+        assert time.monotonic() < deadline, f"still stored after {timeout_s:g} s: {full}"
+        _never.wait(0.002)
+
+
+def own_threads() -> set[threading.Thread]:
+    """The threads of all managers that run now."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("kvcore")}
+
+
+class Flag:
+    """A ready event as ``send`` takes it."""
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def set(self) -> None:
+        self._set = True
+
+    def query(self) -> bool:
+        return self._set
+
+
+def memory(pages: int, layers: int = 2, page_bytes: int = 64, seed: int | None = None) -> list[Array]:
+    """One array a layer of shape ``[pages, page_bytes]``: random with a seed, zeros without."""
+    if seed is None:
+        return [np.zeros((pages, page_bytes), np.uint8) for _ in range(layers)]
+    random = np.random.default_rng(seed)
+    return [random.integers(1, 255, (pages, page_bytes), np.uint8) for _ in range(layers)]
+
+
+@dataclass
+class Duo:
+    """A prefill and a decode manager, and the memory of their pool ``kv``: what is sent, and where it arrives."""
+
+    prefill: KVManager
+    decode: KVManager
+    source: list[Array]
+    target: list[Array]
+    plan: FaultPlan = field(default_factory=FaultPlan)
+    """Faults of the prefill side's backend."""
+
+    def open(self, room: int | None = None, attempt: int = 0) -> tuple[Sender, Receiver]:
+        """Both handles of a room."""
+        room = number() if room is None else room
+        return self.prefill.sender(room, attempt), self.decode.receiver(room, self.prefill.address, attempt=attempt)
+
+    def pair(self) -> Duo:
+        """Have the two paired, so that a test starts from a known state."""
+        self.transfer([0], [0])
+        self.stores_empty()
+        for array in self.target:
+            array[:] = 0
+        return self
+
+    def transfer(self, mine: Sequence[int], theirs: Sequence[int]) -> None:
+        """One room from beginning to end, cleared."""
+        sender, receiver = self.open()
+        with sender, receiver:
+            receiver.receive(theirs)
+            sender.send(mine, last=True)
+            ended(sender, kvcore.KVPoll.SUCCESS)
+            ended(receiver, kvcore.KVPoll.SUCCESS)
+            assert self.equal(mine, theirs)
+
+    def equal(self, mine: Sequence[int], theirs: Sequence[int]) -> bool:
+        """Whether pages have arrived, in every layer."""
+        return all(np.array_equal(a[list(mine)], b[list(theirs)]) for a, b in zip(self.source, self.target, strict=True))
+
+    def untouched(self, theirs: Sequence[int] | None = None) -> bool:
+        """Whether nothing was written to these pages (default: to any)."""
+        return not any(array[list(theirs)].any() if theirs is not None else array.any() for array in self.target)
+
+    def stores_empty(self, timeout_s: float = SOON_S) -> None:
+        """Wait until both sides' per-room stores are empty."""
+        stores_empty(self.prefill, timeout_s)
+        stores_empty(self.decode, timeout_s)
+
+
+def ended(handle: kvcore.Handle, state: kvcore.KVPoll, timeout_s: float = SOON_S) -> None:
+    """Wait for a terminal state."""
+    found = handle.wait(timeout_s)
+    assert found is state, f"{handle} instead of {state.name}: {handle.failure}"
+
+
+def config(role: str, backend: str = "local", **settings: Any) -> Config:
+    """A manager's settings with short limits; ``limits`` may be a dict of changes."""
+    chosen = settings.pop("limits", {})
+    return Config(role=role, backend=backend, limits=chosen if isinstance(chosen, Limits) else limits(**chosen), **settings)  # type: ignore[arg-type]
+
+
+def manager(role: str, arrays: list[Array], **settings: Any) -> KVManager:
+    """A manager with the pool ``kv`` over these arrays."""
+    return KVManager(config(role, **settings), [Pool.from_tensors("kv", arrays, page_size=16)])
+
+
+@contextmanager
+def duo(backend: str = "local", pages: int = 32, layers: int = 2, page_bytes: int = 64, **changes: float | None) -> Iterator[Duo]:
+    """A prefill and a decode manager over one backend; ``changes`` are of the limits. Faults are healed before they close."""
+    source, target = memory(pages, layers, page_bytes, seed=7), memory(pages, layers, page_bytes)
+    plan = FaultPlan(seed=1)
+    with (
+        manager("prefill", source, backend=backend, limits=changes) as prefill,
+        manager("decode", target, backend=backend, limits=changes) as decode,
+    ):
+        prefill.add_observer(plan)
+        try:
+            yield Duo(prefill, decode, source, target, plan)
+        finally:
+            plan.heal()

@@ -1,0 +1,203 @@
+"""A child process with one manager in it: reads a command a line (JSON) on stdin, answers a line on stdout.
+
+A command calls a method, or reads an attribute, of a named object: ``{"on": name, "do": attribute, "args": [], "kwargs": {}, "as": name}``.
+The object ``worker`` is there from the start and makes the manager, which is then the object ``manager``; handles get the names that
+``as`` gives them. The answer is ``{"value": ..., "took_s": seconds}`` or ``{"error": type, "text": text}``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+import kvcore
+from kvcore import manager as managers
+from kvcore import wire
+from kvcore.backends.local import LocalBackend
+from kvcore.faults import FaultPlan
+from kvcore.protocol import events as ev
+from kvcore.protocol.messages import PoolPages
+from kvcore.states import RoomId
+
+STEP_S = 0.005
+
+
+class Gate:
+    """What a chunk waits for before it is read; opened by a command."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def query(self) -> bool:
+        return self.event.is_set()
+
+    def open(self) -> None:
+        self.event.set()
+
+
+class Log(logging.Handler):
+    """Keeps the last lines that the library logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: deque[str] = deque(maxlen=2000)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.name}: {record.getMessage()}")
+        if record.exc_info:
+            self.lines.append(logging.Formatter().formatException(record.exc_info))
+
+
+class Worker:
+    """The object ``worker``: what a test needs besides the public surface of a manager and its handles."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {"worker": self}
+        self._arrays: dict[str, list[np.ndarray[Any, Any]]] = {}
+        self._log = Log()
+        logging.getLogger("kvcore").addHandler(self._log)
+        logging.getLogger("kvcore").setLevel(logging.INFO)
+
+    def start(self, config: dict[str, Any], pools: list[dict[str, Any]], seed: int = 0) -> dict[str, str]:
+        """Make the manager. ``pools``: name, pages, page_bytes, layers, page_size, dtype. With a seed the memory is random, else zero."""
+        manager = kvcore.KVManager(kvcore.Config(**config), [self._pool(**pool, seed=seed) for pool in pools])
+        self.objects["manager"] = manager
+        return {"address": manager.address, "instance": manager.instance, "admin": manager.admin_address}
+
+    def _pool(self, name: str, pages: int, page_bytes: int, layers: int, page_size: int, dtype: str, seed: int) -> kvcore.Pool:
+        random = np.random.default_rng(seed)
+        shape = (pages, page_bytes)
+        arrays = [random.integers(1, 255, shape, np.uint8) if seed else np.zeros(shape, np.uint8) for _ in range(layers)]
+        self._arrays[name] = arrays
+        return kvcore.Pool.from_tensors(name, [array.view(dtype) for array in arrays], page_size=page_size)
+
+    def stop(self) -> None:
+        """Close the manager and drop everything of it."""
+        manager = self.objects.pop("manager", None)
+        if manager is not None:
+            manager.close()
+        self.objects = {"worker": self}
+        self._arrays.clear()
+        self._log.lines.clear()
+
+    def pretend(self, wire_version: str, major: int) -> None:
+        """Speak another version of the backend's wire format, or of the control protocol, from the next ``start`` on."""
+        if wire_version:
+            _say_wire_version(wire_version)
+        if major:
+            for module in (wire, managers):
+                module.__dict__["VERSION"] = (major, 0)
+
+    def digest(self, pool: str, pages: list[int]) -> str:
+        """A digest of pages, in order, of all layers."""
+        found = hashlib.sha256()
+        for array in self._arrays[pool]:
+            found.update(array[pages].tobytes())
+        return found.hexdigest()
+
+    def touched(self, pool: str) -> list[int]:
+        """Pages that are not all zero."""
+        return sorted({int(page) for array in self._arrays[pool] for page in np.flatnonzero(array.any(axis=1))})
+
+    def wipe(self) -> None:
+        """Zero all memory."""
+        for arrays in self._arrays.values():
+            for array in arrays:
+                array[:] = 0
+
+    def send(self, on: str, pages: dict[str, list[int]], last: bool, gate: str | None, record: str) -> None:
+        """``send`` of a sender, with a gate as its ready object if one is named."""
+        ready = self.objects.setdefault(gate, Gate()) if gate else None
+        self.objects[on].send(pages, last=last, ready=ready, record=record.encode())
+
+    def hold(self, room: int, name: str) -> None:
+        """Hold back the next write of a room until the hold is released: it is in flight, and lands late."""
+        if "plan" not in self.objects:
+            self.objects["plan"] = FaultPlan()
+            self.objects["manager"].add_observer(self.objects["plan"])
+        self.objects[name] = self.objects["plan"].hold(room=room, times=1)
+
+    def until(self, on: str, states: list[str], timeout: float) -> str:
+        """Wait until a handle has one of the states; returns the state it has then."""
+        deadline = time.monotonic() + timeout
+        while self.objects[on].poll().name not in states and time.monotonic() < deadline:
+            threading.Event().wait(STEP_S)
+        return str(self.objects[on].poll().name)
+
+    def lie(self, on: str, pool: str, pages: list[int]) -> None:
+        """Publish a destination with indices that the honest ``receive`` would refuse."""
+        handle, manager = self.objects[on], self.objects["manager"]
+        listed = (PoolPages(pool, np.array(pages, "<i4").tobytes()),)
+        manager.table.apply("decode", RoomId(handle.room, handle.attempt), ev.Receive(handle.generation, listed))
+
+    def held(self) -> dict[str, int]:
+        """The stores of rooms that are not empty (C7)."""
+        stats = self.objects["manager"].stats()
+        return {name: stats.stores[name] for name in stats.room_stores if stats.stores[name]}
+
+    def stats(self) -> dict[str, Any]:
+        """All of ``stats``."""
+        return asdict(self.objects["manager"].stats())
+
+    def logged(self, text: str) -> list[str]:
+        """The log's lines that contain a text."""
+        return [line for line in self._log.lines if text in line]
+
+
+def _say_wire_version(version: str) -> None:
+    """Have this process's backend ``local`` call its wire format by another version."""
+    original = LocalBackend.kvcore_backend_info
+
+    @kvcore.hookimpl
+    def kvcore_backend_info(self: LocalBackend) -> kvcore.BackendInfo:
+        return replace(original(self), wire_version=version)
+
+    LocalBackend.kvcore_backend_info = kvcore_backend_info  # type: ignore[method-assign]
+
+
+def plain(value: object) -> object:
+    """A result as JSON has it; what has no form there becomes None, such as a handle that was just named."""
+    if isinstance(value, kvcore.KVPoll):
+        return value.name
+    if isinstance(value, kvcore.KVTransferError):
+        return {"text": value.reason, "code": value.code.value, "side": value.side, "rank": value.rank}
+    if isinstance(value, bytes):
+        return value.decode()
+    if value is None or isinstance(value, bool | int | float | str | list | dict):
+        return value
+    return None
+
+
+def serve(objects: dict[str, Any], command: dict[str, Any]) -> dict[str, object]:
+    """Carry out one command."""
+    began = time.monotonic()
+    try:
+        value = getattr(objects[command["on"]], command["do"])
+        if callable(value):
+            value = value(*command["args"], **command["kwargs"])
+        took = time.monotonic() - began
+        if command["as"]:
+            objects[command["as"]] = value
+        return {"value": plain(value), "took_s": took}
+    except Exception as error:
+        return {"error": type(error).__name__, "text": str(error)}
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    worker = Worker()
+    for line in sys.stdin:
+        print(json.dumps(serve(worker.objects, json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

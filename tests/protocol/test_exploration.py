@@ -1,0 +1,99 @@
+"""The shipped protocol keeps the contract's rules in every world that can be reached.
+
+Each scope prints how far it came: complete, or broken off at a bound. Some states stand for many: see ``network``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+
+from kvcore.protocol import receiver, sender
+from tests.protocol.explore import Explorer, Result
+from tests.protocol.network import Arrival, Procs, SetNetwork
+from tests.protocol.scopes import BOUNDED, COMPLETE, LOST, ONE, RESTART, SLOW, Plan
+from tests.protocol.steps import bits
+from tests.protocol.world import Scope
+
+
+@cache
+def explored(plan: Plan) -> Result:
+    return Explorer(plan.scope).run(max_states=10**9 if plan.complete else plan.states)
+
+
+def check(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    result = explored(plan)
+    with capsys.disabled():
+        print(f"\n  {result}")
+    assert result.states >= plan.states
+    assert result.complete or not plan.complete
+
+
+@pytest.mark.parametrize("plan", COMPLETE, ids=str)
+def test_complete(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    check(plan, capsys)
+
+
+@pytest.mark.parametrize("plan", BOUNDED, ids=str)
+def test_bounded(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    check(plan, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", SLOW, ids=str)
+def test_far(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    check(plan, capsys)
+
+
+def test_enough_is_explored() -> None:
+    assert sum(plan.states for plan in COMPLETE + BOUNDED) >= 500_000
+
+
+def test_every_transition_is_reached() -> None:
+    plans = [plan for plan in COMPLETE if plan.scope in (ONE, RESTART, LOST)]
+    reached = set().union(*(explored(plan).reached for plan in plans))
+    for side, module in (("S", sender), ("R", receiver)):
+        wanted = {(side, kind.__name__) for kind in module._HANDLERS} | {(side, kind) for kind in module._TIMEOUTS}
+        assert wanted <= reached, wanted - reached
+
+
+class UnreducedNetwork(SetNetwork):
+    """The set network as it is told, without its reductions."""
+
+    def sent(self, procs: Procs, net: int, sends: tuple[int, ...], mask: int) -> int:
+        return net | mask
+
+    def arrivals(self, procs: Procs, net: int) -> Iterator[Arrival]:
+        for place, number in enumerate(procs):
+            address = self.steps.address(self.steps.procs.values[number].instance)
+            for packet in bits(net & self.steps.addressed.get(address, 0)):
+                yield Arrival(packet, place, self.steps.deliver(number, packet), net)
+
+    def resends(self, procs: Procs, net: int) -> Iterator[tuple[int, Any]]:
+        for number in procs:
+            for packet in self.steps.resends(number):
+                yield packet, net | 1 << packet
+
+    def visit(self, node: int, net: int) -> bool:
+        known = self._visited.setdefault(node, [])
+        if net in known:
+            return False
+        known.append(net)
+        return True
+
+
+def moments(explorer: Explorer) -> set[Any]:
+    assert explorer.run().complete
+    procs, engines = explorer.steps.procs.values, explorer.engines.values
+    return {(tuple(procs[number] for number in node), engines[engine]) for node, engine in explorer.nodes.values}
+
+
+@pytest.mark.parametrize("more", [{}, {"abort": False, "reject": True, "expiry": True}], ids=str)
+def test_the_reductions_lose_nothing(more: dict[str, bool]) -> None:
+    scope = Scope("one lifetime", **{"faults": False, "limits": False, "expiry": False, "quarantine": False, **more})
+    unreduced = Explorer(scope)
+    unreduced.network = UnreducedNetwork(unreduced.steps)
+    assert moments(Explorer(scope)) == moments(unreduced)

@@ -1,0 +1,563 @@
+"""Rules A (abort) and C (clear) of running managers, one test for each thing they promise; and the table that keeps the rooms."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvcore import FailureCode, Handle, KVManager, KVPoll, RoomError, hookimpl
+from kvcore.faults import ControlTap
+from kvcore.hookspecs import Ticket, Transfer
+from kvcore.protocol.messages import Abort, Destination, Here, Join, Status
+from kvcore.states import RoomKey
+from kvcore.wire import Letter
+from tests.helpers import BACKENDS, Duo, Flag, duo, ended, full_stores, manager, memory, number, stays, stores_empty, wait_until
+
+PAGES = [3, 8, 1]
+
+
+@pytest.fixture(params=BACKENDS)
+def pair(request: pytest.FixtureRequest) -> Iterator[Duo]:
+    with duo(request.param, orphan_s=0.6) as both:
+        yield both.pair()
+
+
+def failed_with(handle: Handle, text: str, code: FailureCode, side: str) -> None:
+    ended(handle, KVPoll.FAILED)
+    failure = handle.failure
+    assert failure is not None and text in failure.reason and (failure.code, failure.side) == (code, side), failure
+
+
+def published(pair: Duo) -> tuple[Handle, Handle]:
+    sender, receiver = pair.open()
+    receiver.receive(PAGES)
+    wait_until(lambda: sender.poll() is KVPoll.WAITING_FOR_INPUT)
+    return sender, receiver
+
+
+class Calls:
+    """An observer that keeps what the backend is asked to do."""
+
+    def __init__(self) -> None:
+        self.transfers: list[Transfer] = []
+        self.aborts: list[tuple[RoomKey, int]] = []
+        self.clears: list[RoomKey] = []
+
+    @hookimpl(tryfirst=True)
+    def kvcore_transfer(self, transfer: Transfer) -> None:
+        self.transfers.append(transfer)
+
+    @hookimpl(tryfirst=True)
+    def kvcore_abort(self, room: RoomKey, tickets: list[Ticket]) -> None:
+        self.aborts.append((room, len(tickets)))
+
+    @hookimpl(tryfirst=True)
+    def kvcore_clear(self, room: RoomKey) -> None:
+        self.clears.append(room)
+
+
+# --- A: abort
+
+
+def test_a1_abort_from_many_threads_on_both_sides_at_once(pair: Duo) -> None:
+    rooms = [pair.open() for _ in range(20)]
+    for number_of, (sender, receiver) in enumerate(rooms):
+        if number_of % 2:
+            receiver.receive(PAGES)
+            sender.send(PAGES)
+    errors: list[BaseException] = []
+    start = threading.Barrier(8)
+
+    def abort(which: int) -> None:
+        start.wait(5)
+        try:
+            for handles in rooms:
+                for _ in range(2):
+                    handles[which % 2].abort(f"thread {which}")
+                    assert handles[which % 2].poll() is KVPoll.FAILED
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=abort, args=(which,), daemon=True) for which in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert not errors and not any(thread.is_alive() for thread in threads)
+    for sender, receiver in rooms:
+        for handle in (sender, receiver):
+            assert handle.failure is not None and handle.failure.reason.startswith("thread ")
+            handle.clear()
+    pair.stores_empty()
+
+
+def test_a1_abort_does_not_wait_for_an_engine_or_a_network_that_is_stuck(pair: Duo) -> None:
+    stuck, entered = threading.Event(), threading.Event()
+
+    class Stuck:
+        @hookimpl(tryfirst=True)
+        def kvcore_transfer(self, transfer: Transfer) -> None:
+            entered.set()
+            stuck.wait(5)
+
+    pair.prefill.add_observer(Stuck())
+    pair.prefill.control.call(lambda: stuck.wait(5))
+    pair.decode.control.call(lambda: stuck.wait(5))
+    sender, receiver = published_without_network(pair)
+    assert not entered.is_set()
+    longest = 0.0
+    for handle in (sender, receiver):
+        begun = time.monotonic()
+        handle.abort()
+        handle.clear()
+        longest = max(longest, time.monotonic() - begun)
+    assert longest < 0.2
+    stuck.set()
+    pair.stores_empty()
+
+
+def published_without_network(pair: Duo) -> tuple[Handle, Handle]:
+    sender, receiver = pair.open()
+    receiver.receive(PAGES)
+    sender.send(PAGES)
+    return sender, receiver
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+def test_a4_a_lost_notice_is_sent_again_also_after_clear(pair: Duo, who: str) -> None:
+    with ControlTap(pair.prefill) as tap:
+        sender, receiver = published(pair)
+        here, there = (sender, receiver) if who == "prefill" else (receiver, sender)
+        lost = tap.drop(lambda letter, outgoing: isinstance(letter.body, Abort | Status), times=2)
+        here.abort("not wanted")
+        here.clear()
+        failed_with(there, "not wanted", FailureCode.ABORTED, who)
+        assert lost.count == 2
+
+
+def test_a4_the_code_given_to_abort_travels(pair: Duo) -> None:
+    sender, receiver = published(pair)
+    sender.abort("out of pages", FailureCode.RESOURCES)
+    failed_with(receiver, "out of pages", FailureCode.RESOURCES, "prefill")
+
+
+def test_a5_after_abort_nothing_more_is_started_and_what_runs_is_cancelled(pair: Duo) -> None:
+    calls = Calls()
+    pair.prefill.add_observer(calls)
+    sender, receiver = published(pair)
+    hold, ready = pair.plan.hold(hook="kvcore_poll"), Flag()
+    sender.send(PAGES[:1])
+    wait_until(lambda: hold.held == 1)
+    sender.send(PAGES[1:], ready=ready)
+    sender.abort()
+    ready.set()
+    sender.send([5], last=True)
+    hold.release()
+    assert sender.wait_release_safe(5) and receiver.wait_release_safe(5)
+    assert [transfer.chunk for transfer in calls.transfers if transfer.room.number == sender.room] == [1, 1]  # the plan passes it on
+    assert calls.aborts == [(RoomKey("prefill", sender.room, 0, sender.generation), 1)]
+
+
+def test_a7_abort_before_the_prefill_side_can_be_reached(pair: Duo) -> None:
+    receiver = pair.decode.receiver(number(), "127.0.0.1:9")
+    receiver.abort("given up")
+    assert receiver.poll() is KVPoll.FAILED and receiver.unpaired and receiver.is_release_safe()
+    receiver.clear()
+    assert full_stores(pair.decode)["unrouted_aborts"] == 1
+    pair.stores_empty()
+
+
+def test_a7_abort_before_the_peer_was_ever_met() -> None:
+    with duo(orphan_s=0.6) as pair:
+        sender, receiver = pair.open()
+        receiver.abort("changed my mind")  # nothing is paired yet
+        failed_with(sender, "changed my mind", FailureCode.ABORTED, "decode")
+        other, late = pair.open()
+        other.abort("prefill first")
+        failed_with(late, "prefill first", FailureCode.ABORTED, "prefill")
+
+
+def test_a7_abort_of_a_room_that_the_other_side_opens_later(pair: Duo) -> None:
+    room = number()
+    receiver = pair.decode.receiver(room, pair.prefill.address)
+    wait_until(lambda: full_stores(pair.prefill).get("waiting_joins") == 1)
+    receiver.abort("too slow")
+    assert receiver.poll() is KVPoll.FAILED
+    sender = pair.prefill.sender(room)
+    failed_with(sender, "too slow", FailureCode.ABORTED, "decode")
+    sender.clear()
+    receiver.clear()
+    pair.stores_empty()
+
+
+def test_a7_abort_of_a_room_that_the_other_side_never_opens(pair: Duo) -> None:
+    receiver = pair.decode.receiver(number(), pair.prefill.address)
+    receiver.abort()
+    receiver.clear()
+    sender = pair.prefill.sender(number())
+    sender.abort()
+    sender.clear()
+    wait_until(lambda: full_stores(pair.decode).get("drain_records") == 1)
+    assert full_stores(pair.prefill)["marks"] == 1
+    pair.stores_empty()
+
+
+def test_a7_a_receiver_that_published_nothing_is_told(pair: Duo) -> None:
+    sender, receiver = pair.open()
+    wait_until(lambda: receiver.poll() is KVPoll.WAITING_FOR_INPUT)
+    sender.abort("no tokens")
+    failed_with(receiver, "no tokens", FailureCode.ABORTED, "prefill")
+    receiver.receive(PAGES)  # does nothing on an ended room
+    assert receiver.is_release_safe()
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_a7_a_receiver_of_a_room_that_has_ended_is_refused_at_once_with_its_reason(pair: Duo, cleared: bool) -> None:
+    sender = pair.prefill.sender(number())
+    sender.abort("ended before you came")
+    if cleared:
+        sender.clear()
+    begun = time.monotonic()
+    receiver = pair.decode.receiver(sender.room, pair.prefill.address)
+    failed_with(receiver, "ended before you came", FailureCode.ABORTED, "prefill")
+    assert time.monotonic() - begun < 0.5, "long before orphan_s"
+
+
+def test_a7_a_receiver_of_a_room_that_nobody_opens_is_told_after_orphan_s(pair: Duo) -> None:
+    begun = time.monotonic()
+    receiver = pair.decode.receiver(number(), pair.prefill.address)
+    stays(lambda: receiver.poll() is KVPoll.BOOTSTRAPPING, 0.4)
+    failed_with(receiver, "no such room", FailureCode.NO_SUCH_ROOM, "prefill")
+    assert time.monotonic() - begun >= 0.6
+    receiver.clear()
+    pair.stores_empty()
+
+
+def test_a7_a_receiver_may_come_before_its_sender(pair: Duo) -> None:
+    room = number()
+    receiver = pair.decode.receiver(room, pair.prefill.address)
+    receiver.receive(PAGES)
+    wait_until(lambda: full_stores(pair.prefill).get("waiting_joins") == 1)
+    sender = pair.prefill.sender(room)
+    sender.send(PAGES, last=True)
+    ended(receiver, KVPoll.SUCCESS)
+
+
+def test_a7_aborts_that_cross_leave_each_side_its_own_reason(pair: Duo) -> None:
+    with ControlTap(pair.decode) as tap:
+        sender, receiver = published(pair)
+        tap.delay(0.1, lambda letter, outgoing: isinstance(letter.body, Abort | Status))
+        sender.abort("from prefill")
+        receiver.abort("from decode")
+        assert sender.wait_release_safe(5) and receiver.wait_release_safe(5)
+        failed_with(sender, "from prefill", FailureCode.ABORTED, "prefill")
+        failed_with(receiver, "from decode", FailureCode.ABORTED, "decode")
+        sender.clear()
+        receiver.clear()
+        pair.stores_empty()
+
+
+def test_a7_an_abort_that_crosses_the_last_completion(pair: Duo) -> None:
+    with ControlTap(pair.decode) as tap:
+        tap.drop(lambda letter, outgoing: isinstance(letter.body, Status))
+        sender, receiver = published(pair)
+        sender.send(PAGES, last=True)
+        ended(sender, KVPoll.SUCCESS)
+        receiver.abort("a moment too early")
+        assert receiver.wait_release_safe(5)
+        assert (sender.poll(), receiver.poll()) == (KVPoll.SUCCESS, KVPoll.FAILED)
+        sender.clear()
+        receiver.clear()
+        pair.stores_empty()
+
+
+def test_a8_a_rejected_room_fails_at_once_at_the_prefill_side(pair: Duo) -> None:
+    sender = pair.prefill.sender(number())
+    pair.decode.reject(sender.room, "all slots are taken", pair.prefill.address)
+    failed_with(sender, "all slots are taken", FailureCode.REJECTED, "decode")
+    assert pair.decode.status(sender.room) is None
+    sender.clear()
+    pair.stores_empty()
+
+
+def test_a8_a_rejection_may_come_before_the_sender(pair: Duo) -> None:
+    room = number()
+    pair.decode.reject(room, "not today", pair.prefill.address)
+    sender = pair.prefill.sender(room)
+    failed_with(sender, "not today", FailureCode.REJECTED, "decode")
+
+
+def test_a8_a_rejection_of_a_live_receivers_room_is_refused(pair: Duo) -> None:
+    sender, receiver = published(pair)
+    with pytest.raises(RoomError, match=f"room {sender.room} is live on the decode side"):
+        pair.decode.reject(sender.room, "no", pair.prefill.address)
+    sender.send(PAGES, last=True)
+    ended(receiver, KVPoll.SUCCESS)
+
+
+# --- C: clear
+
+
+def test_c1_clear_reaches_the_backend_after_the_last_ticket(pair: Duo) -> None:
+    calls = Calls()
+    pair.prefill.add_observer(calls)
+    hold = pair.plan.hold(hook="kvcore_poll")
+    sender, receiver = published(pair)
+    sender.send(PAGES)
+    wait_until(lambda: hold.held == 1)
+    sender.clear()
+    assert pair.prefill.status(sender.room) is None
+    stays(lambda: not calls.clears and not sender.is_release_safe() and not receiver.is_release_safe(), 0.1)
+    hold.release()
+    wait_until(lambda: calls.clears == [RoomKey("prefill", sender.room, 0, sender.generation)])
+    assert receiver.wait_release_safe(5) and sender.is_release_safe()
+    receiver.clear()
+    pair.stores_empty()
+
+
+def test_c2_a_clear_of_an_old_handle_never_touches_a_newer_lifetime(pair: Duo) -> None:
+    old_sender, old_receiver = published(pair)
+    old_sender.abort()
+    ended(old_receiver, KVPoll.FAILED)
+    sender, receiver = pair.open(old_sender.room)  # replaces the terminal ones
+    for _ in range(2):
+        old_sender.clear()
+        old_receiver.clear()
+        old_sender.abort("stale")
+        old_receiver.abort("stale")
+    receiver.receive(PAGES)
+    sender.send(PAGES, last=True)
+    ended(receiver, KVPoll.SUCCESS)
+    ended(sender, KVPoll.SUCCESS)
+    old_sender.clear()
+    assert pair.prefill.status(sender.room) is pair.decode.status(sender.room) is KVPoll.SUCCESS
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+def test_c3_clear_of_a_live_room_tells_the_peer(pair: Duo, who: str) -> None:
+    sender, receiver = published(pair)
+    here, there = (sender, receiver) if who == "prefill" else (receiver, sender)
+    here.clear()
+    failed_with(here, "cleared before it ended", FailureCode.ABORTED, who)
+    failed_with(there, "cleared before it ended", FailureCode.ABORTED, who)
+
+
+def test_c3_leaving_a_with_block_clears(pair: Duo) -> None:
+    with pair.prefill.sender(number()) as sender:
+        pass
+    assert sender.poll() is KVPoll.FAILED and pair.prefill.status(sender.room) is None
+
+
+def test_c4_another_attempt_works_at_once_beside_the_old_one(pair: Duo) -> None:
+    room = number()
+    hold = pair.plan.hold(room=room, times=1)
+    first, first_receiver = pair.open(room)
+    first_receiver.receive(PAGES)
+    first.send(PAGES)
+    wait_until(lambda: hold.held == 1)
+    first.clear()
+    first_receiver.clear()
+    assert not first_receiver.is_release_safe()
+    second, second_receiver = pair.open(room, attempt=1)
+    second_receiver.receive([20, 21])
+    second.send([10, 11], last=True)
+    ended(second_receiver, KVPoll.SUCCESS)
+    assert pair.equal([10, 11], [20, 21]) and pair.untouched(PAGES)
+    assert not first_receiver.is_release_safe(), "what the new one does makes no old page look drained"
+    hold.release()
+    assert first_receiver.wait_release_safe(5)
+    assert second.poll() is second_receiver.poll() is KVPoll.SUCCESS
+
+
+@pytest.mark.parametrize("clear", [True, False])
+def test_c4_the_same_attempt_works_again_once_both_sides_have_ended(pair: Duo, clear: bool) -> None:
+    room = number()
+    for turn in range(4):
+        sender, receiver = pair.open(room)
+        receiver.receive(PAGES)
+        if turn % 2:
+            wait_until(lambda: receiver.poll() is KVPoll.WAITING_FOR_INPUT)  # noqa: B023
+            receiver.abort(f"turn {turn}")
+            failed_with(sender, f"turn {turn}", FailureCode.ABORTED, "decode")
+            assert not sender.unpaired and not receiver.unpaired
+        else:
+            sender.send(PAGES, last=True)
+            ended(receiver, KVPoll.SUCCESS)
+            ended(sender, KVPoll.SUCCESS)
+        if clear:
+            sender.clear()
+            receiver.clear()
+
+
+def test_c4_a_lifetime_that_ended_unpaired_says_so_and_its_side_opens_first(pair: Duo) -> None:
+    room = number()
+    receiver = pair.decode.receiver(room, pair.prefill.address)
+    receiver.clear()
+    assert receiver.unpaired
+    receiver = pair.decode.receiver(room, pair.prefill.address)  # first on the side where it ended
+    sender = pair.prefill.sender(room)
+    receiver.receive(PAGES)
+    sender.send(PAGES, last=True)
+    ended(receiver, KVPoll.SUCCESS)
+    ended(sender, KVPoll.SUCCESS)
+    assert not receiver.unpaired and not sender.unpaired
+
+
+def test_c4_late_messages_of_an_old_lifetime_change_nothing_in_a_new_one(pair: Duo) -> None:
+    with ControlTap(pair.decode) as tap:
+        room = number()
+        late = tap.delay(0.3, lambda letter, outgoing: isinstance(letter.body, Join | Here | Destination | Abort | Status), copies=1)
+        sender, receiver = pair.open(room)
+        receiver.receive(PAGES)
+        wait_until(lambda: sender.poll() is KVPoll.WAITING_FOR_INPUT)
+        sender.abort("the old one")
+        ended(receiver, KVPoll.FAILED)
+        assert receiver.wait_release_safe(5)
+        sender.clear()
+        receiver.clear()
+        late.stop()
+        assert late.count >= 4
+        sender, receiver = pair.open(room)
+        stays(lambda: sender.poll() is not KVPoll.FAILED and receiver.poll() is not KVPoll.FAILED, 0.5)
+        receiver.receive([9])
+        sender.send([9], last=True)
+        ended(receiver, KVPoll.SUCCESS)
+        assert pair.equal([9], [9]) and pair.untouched(PAGES)
+
+
+def test_c5_a_handle_keeps_its_result(pair: Duo) -> None:
+    sender, receiver = published(pair)
+    sender.abort("kept")
+    ended(receiver, KVPoll.FAILED)
+    for handle in (sender, receiver):
+        handle.clear()
+    replaced, _ = pair.open(sender.room)
+    for handle in (sender, receiver):
+        failed_with(handle, "kept", FailureCode.ABORTED, "prefill")
+        assert handle.wait_release_safe(5) and handle.wait(0) is KVPoll.FAILED
+    assert replaced.poll() is not KVPoll.FAILED
+
+
+def test_c6_a_live_room_is_refused_and_goes_on_undisturbed(pair: Duo) -> None:
+    sender, receiver = published(pair)
+    with pytest.raises(RoomError, match="live on the prefill side"):
+        pair.prefill.sender(sender.room)
+    with pytest.raises(RoomError, match="live on the decode side"):
+        pair.decode.receiver(sender.room, pair.prefill.address)
+    sender.send(PAGES, last=True)
+    ended(receiver, KVPoll.SUCCESS)
+    assert pair.equal(PAGES, PAGES)
+
+
+def test_c6_two_attempts_of_a_number_may_be_live_at_once(pair: Duo) -> None:
+    room = number()
+    handles = [pair.open(room, attempt) for attempt in (0, 7)]
+    for page, (sender, receiver) in enumerate(handles):
+        receiver.receive([page])
+        sender.send([page + 5], last=True)
+    for page, (_, receiver) in enumerate(handles):
+        ended(receiver, KVPoll.SUCCESS)
+        assert pair.equal([page + 5], [page])
+    assert set(pair.decode.rooms()) == {(room, 0), (room, 7)}
+    assert pair.decode.status(room, attempt=7) is KVPoll.SUCCESS and pair.decode.status(room, attempt=1) is None
+
+
+@pytest.mark.parametrize("attempt", [-1, 2**31, True, None, "0"])
+def test_c6_an_attempt_out_of_range_is_refused(pair: Duo, attempt: int) -> None:
+    with pytest.raises(RoomError, match=r"attempt .* 0 \.\. 2\*\*31-1"):
+        pair.prefill.sender(1, attempt)
+
+
+def test_c8_a_collected_handle_is_aborted_cleared_counted_and_logged(pair: Duo, caplog: pytest.LogCaptureFixture) -> None:
+    sender, receiver = published(pair)
+    room = sender.room
+    with caplog.at_level(logging.WARNING, "kvcore"):
+        del sender
+        gc.collect()
+        failed_with(receiver, "cleared before it ended", FailureCode.ABORTED, "prefill")
+        wait_until(lambda: pair.prefill.status(room) is None)
+    assert pair.prefill.stats().counters["kvcore_handles_collected_total"] == 1
+    assert f"room {room}" in caplog.text and "dropped in state WAITING_FOR_INPUT" in caplog.text
+    del receiver
+    gc.collect()
+    pair.stores_empty()
+
+
+def test_c8_a_cleared_handle_is_collected_quietly(pair: Duo) -> None:
+    sender, receiver = published(pair)
+    sender.clear()
+    receiver.clear()
+    del sender, receiver
+    gc.collect()
+    pair.transfer([1], [1])
+    assert pair.prefill.stats().counters["kvcore_handles_collected_total"] == 0
+
+
+def test_c8_a_collected_handle_of_an_ended_room_is_cleared_too(pair: Duo) -> None:
+    sender, receiver = pair.open()
+    receiver.receive(PAGES)
+    sender.send(PAGES, last=True)
+    ended(receiver, KVPoll.SUCCESS)
+    ended(sender, KVPoll.SUCCESS)
+    del sender, receiver
+    gc.collect()
+    pair.stores_empty()
+
+
+# --- the table
+
+
+def test_p5_joins_of_rooms_that_nobody_opens_are_bounded_in_time() -> None:
+    with duo(orphan_s=0.4) as pair:
+        receivers = [pair.decode.receiver(number(), pair.prefill.address) for _ in range(50)]
+        wait_until(lambda: full_stores(pair.prefill).get("waiting_joins") == 50)
+        for receiver in receivers:
+            ended(receiver, KVPoll.FAILED)
+            receiver.clear()
+        pair.stores_empty()
+
+
+def test_p5_a_letter_of_a_generation_never_given_out_is_bad(pair: Duo) -> None:
+    sender, receiver = published(pair)
+    with ControlTap(pair.prefill) as tap:
+        pair.transfer([1], [1])
+        before = pair.prefill.stats().counters["kvcore_bad_messages_total"]
+        for rg, sg in ((receiver.generation, 10**6), (0, sender.generation)):
+            tap.inject(Letter(1, pair.decode.instance, pair.prefill.instance, Abort(sender.room, 0, rg, sg)))
+        wait_until(lambda: pair.prefill.stats().counters["kvcore_bad_messages_total"] == before + 2)
+        assert sender.poll() is KVPoll.WAITING_FOR_INPUT
+
+
+def test_status_and_rooms_of_a_manager_with_both_sides_need_the_side() -> None:
+    with manager("both", memory(8, seed=1)) as both:
+        room = number()
+        sender, receiver = both.sender(room), both.receiver(room, both.address)
+        with pytest.raises(RoomError, match="say side="):
+            both.status(room)
+        receiver.receive([3])
+        sender.send([4], last=True)
+        ended(receiver, KVPoll.SUCCESS)
+        ended(sender, KVPoll.SUCCESS)
+        assert both.status(room, side="prefill") is both.status(room, side="decode") is KVPoll.SUCCESS
+        assert set(both.rooms("prefill")) == set(both.rooms("decode")) == {(room, 0)}
+        assert "(prefill)" in both.story(room, 0) and "(decode)" in both.story(room, 0)
+        sender.clear()
+        assert both.status(room, side="prefill") is None and both.status(room, side="decode") is KVPoll.SUCCESS
+        receiver.clear()
+        stores_empty(both)
+
+
+def test_a_room_of_the_wrong_side_is_refused(pair: Duo) -> None:
+    def wrong(make: object, by: KVManager) -> None:
+        with pytest.raises(RoomError, match=f"role is '{by.config.role}'"):
+            make()  # type: ignore[operator]
+
+    wrong(lambda: pair.decode.sender(1), pair.decode)
+    wrong(lambda: pair.prefill.receiver(1, pair.prefill.address), pair.prefill)
+    with pytest.raises(RoomError, match="dp_rank is 3"):
+        pair.decode.receiver(1, pair.prefill.address, dp_rank=3)
