@@ -9,8 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvcore import faults as faults
-    from kvcore import hookspecs as hookspecs
+    from kvcore import faults as faults, hookspecs as hookspecs
     from kvcore.config import (
         Config as Config,
         Limits as Limits,

@@ -17,8 +17,7 @@ from weakref import WeakValueDictionary
 
 from kvcore.memory import Indices
 from kvcore.metrics import Meter
-from kvcore.protocol import events as ev
-from kvcore.protocol import receiver, receiver_state, sender, sender_state
+from kvcore.protocol import events as ev, receiver, receiver_state, sender, sender_state
 from kvcore.protocol.messages import Join
 from kvcore.states import KVPoll, RoomId, RoomKey, Side
 from kvcore.timers import Timers

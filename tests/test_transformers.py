@@ -6,8 +6,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers import DynamicCache, LlamaConfig, MistralConfig, PretrainedConfig
 
 from kvcore.demo.models import fill, greedy, load

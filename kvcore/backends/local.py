@@ -21,8 +21,7 @@ from functools import partial
 import msgspec
 from pydantic import BaseModel, Field
 
-from kvcore import backends as parts
-from kvcore import hookspecs as api
+from kvcore import backends as parts, hookspecs as api
 from kvcore.backends import Connection, Job, Link, failed
 from kvcore.errors import ConfigError
 from kvcore.hookspecs import DONE, PENDING, NothingPosted, Ticket, TicketState, Transfer, hookimpl

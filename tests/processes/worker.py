@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 import kvcore
-from kvcore import manager as managers
-from kvcore import wire
+from kvcore import manager as managers, wire
 from kvcore.backends.local import LocalBackend
 from kvcore.faults import FaultPlan
 from kvcore.protocol import events as ev

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from kvcore.protocol import events as ev
-from kvcore.protocol import receiver, receiver_state, sender, sender_state
+from kvcore.protocol import events as ev, receiver, receiver_state, sender, sender_state
 from kvcore.protocol.messages import PoolPages
 from kvcore.states import FailureCode, KVPoll, Reason, RoomId
 
