@@ -41,7 +41,7 @@ class Capabilities:
     blocking: bool = False
     """``kvcore_transfer`` may block; the core calls it on workers of its own, beside every other hook."""
     parallel: int = 1
-    """With ``blocking``: transfers that may run at once."""
+    """With ``blocking``: transfers that may run at once. Of several the last is kept for a peer that has none running (B5)."""
     visible_on_done: bool = True
     """A DONE ticket means that all bytes are visible in the peer's memory (R6)."""
     fences_on_disconnect: bool = False
@@ -238,7 +238,10 @@ class KVCoreSpec:
 
     @hookspec(firstresult=True)
     def kvcore_abort(self, room: RoomKey, tickets: Sequence[Ticket]) -> None:
-        """Cancel as far as the engine can; each ticket must still end in ``kvcore_poll``. Default: nothing. Progress thread."""
+        """Cancel as far as the engine can; each ticket must still end in ``kvcore_poll``. Default: nothing. Progress thread.
+
+        A transfer of the room that still blocks on a worker has no ticket yet and is not listed; it is meant too.
+        """
 
     @hookspec(firstresult=True)
     def kvcore_clear(self, room: RoomKey) -> None:

@@ -232,13 +232,12 @@ class Ledger:
         return True
 
     def _submit(self, entry: Entry, part: Part, now: float) -> None:
-        part.peer = self._peer(entry.pair.peer)
         entry.running.append(part)
         if self._capabilities.blocking:
             part.job = Job(entry.pair.peer, lambda: self._work(entry, part))
             return self._workers.put(part.job)
         self._begin(entry, part, now)
-        self._returned(entry, part, self._hooks.transfer(part.transfer), now)
+        self._returned(entry, part, self._call(entry, part), now)
 
     def _work(self, entry: Entry, part: Part) -> None:
         """On a worker: make the call, unless the room has failed or the peer fallen silent while the part waited."""
@@ -246,8 +245,12 @@ class Ledger:
         result: Ticket | TicketState = RETRY
         if self._may_start(entry, now):
             self._order(lambda: self._begin(entry, part, now))
-            result = self._hooks.transfer(part.transfer)
+            result = self._call(entry, part)
         self._order(lambda: self._returned(entry, part, result, time.monotonic()))
+
+    def _call(self, entry: Entry, part: Part) -> Ticket | TicketState:
+        part.peer = self._peer(entry.pair.peer)
+        return self._hooks.transfer(part.transfer)
 
     def _begin(self, entry: Entry, part: Part, now: float) -> None:
         if part in entry.running:
@@ -339,12 +342,16 @@ class Ledger:
 
     def _limit(self, entry: Entry, now: float) -> None:
         late = [part for part in entry.running if now - part.since > self._ticket_s]
-        for part in late:
-            if part.job is not None:
-                self._workers.write_off(part.job)
         if late and not entry.failed:
             self._fail(entry, FailureCode.TIMEOUT, f"ticket_s ({self._ticket_s:g} s) passed before the backend reported an end")
             self._abort(entry.room.key, entry.running)
+        self._write_off(late)
+
+    def _write_off(self, parts: list[Part]) -> None:
+        """Replace the workers that these parts block; only after what must not start any more was withdrawn."""
+        for part in parts:
+            if part.job is not None:
+                self._workers.write_off(part.job)
 
     def _cancel(self, key: RoomKey) -> None:
         running: list[Part] = []
@@ -366,16 +373,15 @@ class Ledger:
 
     def _drop(self, chosen: Callable[[Entry], bool]) -> None:
         now = time.monotonic()
-        for name, entry in list(self._entries.items()):
-            if not chosen(entry):
-                continue
+        running: list[Part] = []
+        for name, entry in [item for item in self._entries.items() if chosen(item[1])]:
             del self._entries[name]
             self._withdraw(entry)
-            running, entry.running = entry.running, []
-            for part in running:
+            for part in entry.running:
                 self._stop_clock(entry, part, now)
-                if part.job is not None:
-                    self._workers.write_off(part.job)
+            running += entry.running
+            entry.running = []
+        self._write_off(running)
 
     def _guarded(self, call: Callable[[], object]) -> None:
         try:

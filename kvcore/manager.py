@@ -1,52 +1,23 @@
-"""The manager: wires the parts of one instance together, and owns its threads."""
+"""The manager: one instance's public face. It opens rooms and answers questions; ``core`` runs the parts behind it."""
 
 from __future__ import annotations
 
-import logging
-import secrets
-import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import cast
 
 from kvcore import addresses
-from kvcore.admin import admin_app
-from kvcore.backend import Backend
-from kvcore.bootstrap import RankInfo
-from kvcore.bootstrap_client import Directory, Registrar
-from kvcore.bootstrap_service import BootstrapService
 from kvcore.channel import Channel
 from kvcore.config import Config
-from kvcore.errors import ConfigError, RoomError
+from kvcore.core import Core
+from kvcore.errors import RoomError
 from kvcore.handles import Handle, Receiver, Sender
-from kvcore.hookspecs import Event
-from kvcore.http import HttpThread
-from kvcore.ledger import Ledger
-from kvcore.memory import Pool, Region
-from kvcore.metrics import Metrics
-from kvcore.observers import Observers
-from kvcore.peers import Peers
-from kvcore.planner import Layout
-from kvcore.process import this_process
+from kvcore.memory import Pool
 from kvcore.protocol import events as ev
-from kvcore.protocol.messages import Destination
-from kvcore.rooms import Room, RoomTable
-from kvcore.routes import Routes, Search
-from kvcore.slow import SlowThread
-from kvcore.states import MAX_ATTEMPT, MAX_ROOM, FailureCode, KVPoll, Reason, RoomId, RoomKey, Side
+from kvcore.rooms import Room
+from kvcore.routes import Search
+from kvcore.states import MAX_ATTEMPT, MAX_ROOM, FailureCode, KVPoll, Reason, RoomId, Side
 from kvcore.stats import ManagerStats
-from kvcore.wire import VERSION, Introduction, RegionInfo, RoomBody
-
-log = logging.getLogger("kvcore.manager")
-
-STOP_S = 5.0
-LAST_WORDS_S = 1.0
-"""How long ``close`` waits for its last words to be acknowledged."""
-ROOM_STORES = (
-    "rooms", "tickets", "last_words", "marks", "waiting_joins", "drain_records", "unrouted_aborts", "slots", "timers",
-    "searches", "ledger_tickets", "pending_clears", "backend_rooms",
-)  # fmt: skip
 
 
 class KVManager:
@@ -56,103 +27,38 @@ class KVManager:
     """
 
     def __init__(self, config: Config, pools: Sequence[Pool]) -> None:
-        self.config = config = config if config.host else config.model_copy(update={"host": addresses.own_host()})
-        self.pools: Mapping[str, Pool] = _by_name(pools)
-        self.rank = config.topology.rank
-        self.instance = f"{config.role}-{secrets.token_hex(8)}"
-        self._closing = self._closed = False
-        self._close_lock = threading.Lock()
-        self._changed = threading.Event()
-        self._collected: list[Room] = []
-        self._undo: list[Callable[[], object]] = []
-        self._metrics = Metrics()
-        try:
-            self._start()
-        except BaseException:
-            self._stop_all()
-            raise
+        self._core = Core(config, pools)
 
-    def _start(self) -> None:
-        config, limits = self.config, self.config.limits
-        delays: dict[str, float | None] = limits.model_dump()
-        self.table = RoomTable(delays | {"mark_s": 2 * limits.orphan_s}, self.rank, self)
-        backend = self._backend = Backend(config.backend, config.backend_options)
-        self._observers = Observers(backend.plugins)
-        self._undo.append(lambda: self._observers.stop(STOP_S))
-        self._slow = SlowThread("kvcore-slow")
-        self._undo.append(lambda: self._slow.stop(STOP_S))
-        regions = [region for pool in self.pools.values() for region in pool.regions]
-        self._slow.run(lambda: backend.open(config, self.instance, regions)).result()
-        self._undo.append(lambda: self._close_backend(regions))
-        geometries = tuple(pool.geometry for pool in self.pools.values())
-        me = Introduction(
-            VERSION, self.instance, time.time_ns(), config.role, self.rank, config.topology.size, backend.info.name,
-            backend.info.wire_version, geometries, tuple(RegionInfo.of(region) for region in regions), limits.liveness_s,
-            limits.ticket_s, limits.quarantine_s, limits.orphan_s, this_process(),
-        )  # fmt: skip
-        self._peers = Peers(me, limits.send_s, backend.hooks, backend.info.capabilities, self)
-        self._ledger = Ledger(
-            backend.hooks, backend.info.capabilities, Layout.of(geometries, regions), limits.ticket_s, self._metrics,
-            lambda instance: self._peers.peer("prefill", instance), self._ticket_ended, self._path_broken, lambda: self.table.receiving > 0,
-        )  # fmt: skip
-        bind = addresses.Address(addresses.parse_host(config.bind or config.host, "bind"), config.port)
-        self._channel = self._peers.channel = Channel(bind, "port", limits.liveness_s / 3, self._peers.on_frame, self._tick)
-        self._undo.append(lambda: self._channel.stop(STOP_S))
-        self._undo.append(lambda: self._ledger.stop(STOP_S))
-        self._http = HttpThread()
-        self._undo.append(self._http.stop)
-        self._directory = Directory(self._http)
-        self._routes = Routes(self._directory, self._peers, self._channel.call)
-        self._channel.start()
-        self._ledger.open()
-        self._http.start()
-        self._serve(me, bind.host)
+    @property
+    def config(self) -> Config:
+        """The settings it runs with."""
+        return self._core.config
 
-    def _serve(self, me: Introduction, host: str) -> None:
-        """The ports for people and for decode instances: admin, and the group's bootstrap service."""
-        config = self.config
-        published = addresses.parse_host(config.host, "host")
-        self._admin_address = ""
-        if config.admin is not None:
-            admin = addresses.parse(config.admin, "admin", any_port=True)
-            port = self._http.serve(admin_app(self), admin.host, admin.port, "admin")
-            self._admin_address = str(addresses.Address(admin.host, port))
-        self._address = str(addresses.Address(published, self._channel.port))
-        if config.role == "decode":
-            return
-        info = RankInfo(self.rank, me.size, self._address, self.instance, me.order, me.backend)
-        if config.bootstrap is None:
-            service = BootstrapService(me.size)
-            port = self._http.serve(service.app(), host, config.bootstrap_port, "bootstrap_port")
-            self._address = str(addresses.Address(published, port))
-        else:
-            self._address = config.bootstrap
-        registrar = Registrar(self._http, addresses.parse(self._address, "bootstrap"), info)
-        self._undo.append(registrar.stop)
-        registrar.start()
-
-    # --- rooms
+    @property
+    def instance(self) -> str:
+        """The unique id of this run."""
+        return self._core.instance
 
     @property
     def address(self) -> str:
         """``host:port``: on prefill what decode instances name in ``receiver``; on decode its control port."""
-        return self._address
+        return self._core.address
 
     @property
     def admin_address(self) -> str:
         """``host:port`` of the admin port; "" without one."""
-        return self._admin_address
+        return self._core.admin_address
 
     def sender(self, room: int, attempt: int = 0) -> Sender:
         """Open a room on the prefill side. Raises ``RoomError`` for a bad number, or one that is live here (C6)."""
-        return Sender(self, self._open("prefill", _room_id(room, attempt)))
+        return Sender(self._core, self._open("prefill", _room_id(room, attempt)))
 
     def receiver(self, room: int, prefill: str, dp_rank: int | None = None, attempt: int = 0) -> Receiver:
         """Open a room on the decode side; ``prefill`` is the prefill manager's ``address``. Raises ``RoomError`` (C6).
 
         ``dp_rank``: None, or 0, the only data-parallel rank of this version.
         """
-        return Receiver(self, self._open_receiver(_room_id(room, attempt), prefill, dp_rank))
+        return Receiver(self._core, self._open_receiver(_room_id(room, attempt), prefill, dp_rank))
 
     def reject(self, room: int, reason: str, prefill: str, attempt: int = 0, dp_rank: int | None = None) -> None:
         """Turn a request down before any receiver exists (A8): prefill's room fails at once with this reason.
@@ -160,16 +66,16 @@ class KVManager:
         Raises ``RoomError`` for a bad number, or if a receiver of that room is live here.
         """
         record = self._open_receiver(_room_id(room, attempt), prefill, dp_rank)
-        why = Reason.of(FailureCode.REJECTED, reason, "decode", self.rank)
-        self.table.apply("decode", record.id, ev.Fail(record.key.generation, why))
-        self.table.clear(record)
+        why = Reason.of(FailureCode.REJECTED, reason, "decode", self._core.rank)
+        self._core.table.apply("decode", record.id, ev.Fail(record.key.generation, why))
+        self._core.table.clear(record)
 
     def _open(self, side: Side, room: RoomId, note: Callable[[], str] = str) -> Room:
         if self.config.role not in (side, "both"):
             raise RoomError(f"room {room}: this manager's role is {self.config.role!r}; open its {side} side on a manager of that role")
-        if self._closing:
+        if self._core.closing:
             raise RoomError(f"room {room}: this manager is closing and takes no new rooms; use another instance")
-        record = self.table.open(side, room, note)
+        record = self._core.table.open(side, room, note)
         if record is None:
             raise RoomError(f"room {room} is live on the {side} side here; clear it first, or open it with another attempt")
         return record
@@ -178,26 +84,28 @@ class KVManager:
         if dp_rank not in (None, 0):
             raise RoomError(f"room {room}: dp_rank is {dp_rank!r}; this version has one data-parallel rank, pass None or 0")
         address = str(addresses.parse(prefill, "prefill"))
-        record = self._open("decode", room, lambda: self._routes.why(address))
+        record = self._open("decode", room, lambda: self._core.routes.why(address))
         generation, size = record.key.generation, self.config.topology.size
         search = Search(
             address,
-            lambda: self.table.seeks_route(record),
-            lambda parties: self.table.apply("decode", room, ev.Route(generation, parties, size)),
-            lambda code, text: self.table.apply("decode", room, ev.Fail(generation, Reason.of(code, text, "decode", self.rank))),
+            lambda: self._core.table.seeks_route(record),
+            lambda parties: self._core.table.apply("decode", room, ev.Route(generation, parties, size)),
+            lambda code, text: self._core.table.apply(
+                "decode", room, ev.Fail(generation, Reason.of(code, text, "decode", self._core.rank))
+            ),
         )
-        self._channel.call(lambda: self._routes.find(search))
+        self._core.channel.call(lambda: self._core.routes.find(search))
         return record
 
     def status(self, room: int, attempt: int = 0, side: Side | None = None) -> KVPoll | None:
         """The state of a stored room; None if there is none. ``side`` is needed only with role "both"."""
-        record = self.table.get(self._side(side), _room_id(room, attempt))
+        record = self._core.table.get(self._side(side), _room_id(room, attempt))
         return record.status if record is not None else None
 
     def rooms(self, side: Side | None = None) -> Mapping[RoomId, KVPoll]:
         """All stored rooms and their states; of one side with role "both"."""
         chosen = self._side(side)
-        return {room: record.status for this, room, _, record in self.table.states() if this == chosen and record is not None}
+        return {room: record.status for this, room, _, record in self._core.table.states() if this == chosen and record is not None}
 
     def poll_all(self, handles: Iterable[Handle]) -> list[KVPoll]:
         """The states of many handles, in order."""
@@ -205,7 +113,7 @@ class KVManager:
 
     def explain(self, room: int, attempt: int = 0, side: Side | None = None) -> str:
         """What is known here of a room: its history, and what is kept for it."""
-        return self.table.explain(self._side(side), _room_id(room, attempt))
+        return self._core.table.explain(self._side(side), _room_id(room, attempt))
 
     def _side(self, side: Side | None) -> Side:
         role = self.config.role
@@ -217,236 +125,35 @@ class KVManager:
 
     def add_observer(self, plugin: object) -> None:
         """Register an object with hook implementations: events, or wrappers around any hook of the backend."""
-        self._observers.add(plugin)
+        self._core.observers.add(plugin)
 
     @property
     def control(self) -> Channel:
         """The control plane's sockets, for ``faults.ControlTap``."""
-        return self._channel
+        return self._core.channel
 
     def stats(self) -> ManagerStats:
         """What this manager holds now."""
-        stores = self.table.sizes() | self._routes.sizes() | self._peers.sizes() | self._ledger.worker_sizes()
-        stores |= {
-            "ledger_tickets": self._ledger.tickets,
-            "pending_clears": self._ledger.pending_clears,
-            "backend_rooms": self._ledger.backend_rooms,
-            "events": len(self._observers),
-        }
-        counters = self._counted().counters()
-        return ManagerStats(
-            stores, ROOM_STORES, counters, self._ledger.tickets, self.quarantined_pages,
-            counters["kvcore_released_unproven_total"], self._ledger.pending_clears, len(self._peers.pairings),
-            self._channel.sockets, sum(thread.name.startswith("kvcore") for thread in threading.enumerate()),
-        )  # fmt: skip
-
-    @property
-    def quarantined_pages(self) -> int:
-        """Pages that wait for proof (R3)."""
-        return self._ledger.quarantined_pages + self.table.draining_pages()
+        return self._core.stats()
 
     def metrics_text(self) -> str:
         """All metrics in the Prometheus text format."""
-        counts = {(side, state): 0 for side in ("prefill", "decode") for state in KVPoll}
-        for side, _, _, record in self.table.states():
-            if record is not None:
-                counts[side, record.status] += 1
-        rooms = [((("side", side), ("state", state.name)), float(count)) for (side, state), count in counts.items()]
-        return self._counted().text({"kvcore_rooms": rooms, "kvcore_quarantined_pages": [((), float(self.quarantined_pages))]})
-
-    def _counted(self) -> Metrics:
-        """The metrics, with what the ports counted themselves brought up to date."""
-        for port, count in {"control": self._channel.bad_messages, **self._http.bad_requests}.items():
-            self._metrics.set_count("kvcore_bad_messages_total", count, port=port)
-        return self._metrics
+        return self._core.metrics_text()
 
     @property
     def healthy(self) -> bool:
         """Whether the threads that serve rooms run, and not too many workers of a blocking backend are stuck."""
-        return self._channel.alive and self._ledger.healthy and not self._closing
-
-    def story(self, room: int, attempt: int) -> str:
-        """``explain`` for every side that this manager has."""
-        sides: tuple[Side, ...] = ("prefill", "decode") if self.config.role == "both" else (self._side(None),)
-        return "".join(self.explain(room, attempt, side) for side in sides)
-
-    # --- what the table reaches (``rooms.Outside``); called under its lock
-
-    def send(self, effect: ev.Send) -> None:
-        """Send a room message."""
-        self._channel.call(lambda: self._peers.send(effect.to, effect.message))
-
-    def start(self, room: Room, effect: ev.Start) -> None:
-        """Start a ticket."""
-        self._ledger.start(room, effect, room.chunks[effect.chunk - 1])
-
-    def cancel(self, key: RoomKey) -> None:
-        """Cancel a lifetime's tickets."""
-        self._ledger.cancel(key)
-
-    def forget(self, key: RoomKey) -> None:
-        """Clear a lifetime at the backend."""
-        self._ledger.forget(key)
-
-    def unproven(self, key: RoomKey, effect: ev.Unproven) -> None:
-        """Pages were released by limit: count them and say so (R3)."""
-        pages = effect.pages
-        if key.side == "prefill":
-            pages = self._ledger.write_off(key, effect.pair, effect.chunk)
-            peer = self._peers.peer("prefill", effect.pair.peer)
-            if peer is not None:
-                peer.expired = max(peer.expired, effect.pair.rg)
-        self._metrics.count("kvcore_released_unproven_total", pages)
-        log.error("room %s: %d pages released after quarantine_s without proof that %s left them", key, pages, effect.pair.peer)
-        self.event("released_unproven", key, pages=pages)
-
-    def changed(self, room: Room, old: KVPoll | None) -> None:
-        """A room came to be, or changed its state."""
-        state, reason = room.status, room.life.reason
-        if state.terminal and old is not None:
-            self._metrics.ended(room.key.side, state, reason.code if reason is not None else None, room.meter.read(time.monotonic()))
-            self._changed.set()
-        if room.key.side == "decode":
-            self._ledger.wake()
-        self.event("status", room.key, state=state.name, reason=str(reason or ""))
-
-    def wake_by(self, when: float) -> None:
-        """A timer is due then."""
-        self._channel.wake_by(when)
-
-    # --- what the peers reach (``peers.Home``); called on the control thread
-
-    def got(self, side: Side, message: RoomBody, party: ev.Party) -> bool:
-        """A room message from a paired instance; False if it cannot be meant."""
-        mine = message.sg if side == "prefill" else message.rg
-        theirs = message.rg if side == "prefill" else message.sg
-        if mine > self.table.generation or (side == "prefill" and theirs == 0):
-            return False
-        if isinstance(message, Destination) and any(len(item.pages) % 4 for item in message.pages):
-            return False
-        self.table.apply(side, RoomId(message.room, message.attempt), ev.Got(message, party))
-        return True
-
-    def lost(self, instance: str, text: str) -> None:
-        """A peer was lost."""
-        self._routes.lost(instance)
-        sides: tuple[Side, ...] = ("prefill", "decode")
-        for side in sides:
-            self.table.apply_all(ev.Lost(instance, Reason.of(FailureCode.PEER_LOST, text, side, self.rank)), side)
-
-    def fenced(self, instance: str, side: Side) -> None:
-        """It is proved that a lost peer touches nothing of this side any more."""
-        if side == "prefill":
-            self._ledger.fence(instance)
-        self.table.apply_all(ev.Fenced(instance), side)
-
-    def slowly(self, call: Callable[[], object], then: Callable[[object, BaseException | None], None]) -> None:
-        """Make a slow call; what it gives comes back on the control thread."""
-        future = self._slow.run(call)
-        future.add_done_callback(
-            lambda done: self._channel.call(
-                lambda: then(None, done.exception()) if done.exception() is not None else then(done.result(), None)
-            )
-        )
-
-    def holds(self, instance: str) -> bool:
-        """Whether pages here wait for proof about an instance."""
-        return self.table.holds(instance)
-
-    def spoken_to(self) -> dict[str, int]:
-        """What a hello says of earlier meetings."""
-        return self.table.spoken_to()
-
-    def event(self, name: str, room: RoomKey | None = None, **details: str | int | float) -> None:
-        """Tell observers."""
-        self._observers.tell(Event(name, room, details))
-
-    # --- threads
-
-    def _tick(self, now: float) -> float | None:
-        while self._collected:
-            self._clear_collected(self._collected.pop())
-        self._routes.prune()
-        due = [self.table.tick(now), self._peers.tick(now)]
-        return min((when for when in due if when is not None), default=None)
-
-    def collect(self, room: Room) -> None:
-        """A handle was garbage-collected without ``clear`` (C8). May run anywhere, so it only notes it."""
-        self._collected.append(room)
-        self._channel.wake()
-
-    def _clear_collected(self, room: Room) -> None:
-        if room.cleared:
-            return
-        self._metrics.count("kvcore_handles_collected_total")
-        log.warning("room %s: its %s handle was dropped in state %s; aborted and cleared", room.id, room.key.side, room.status.name)
-        self.table.clear(room)
-
-    def _ticket_ended(self, room: Room, event: ev.Ended) -> None:
-        self.table.apply("prefill", room.id, event)
-
-    def _path_broken(self, instance: str, text: str) -> None:
-        self._channel.call(lambda: self._peers.broken(instance, text))
-
-    # --- the end
+        return self._core.healthy
 
     def close(self) -> None:
         """Take no new rooms, let transfers end for ``drain_s``, abort the rest, tell the peers, stop everything. Idempotent."""
-        with self._close_lock:
-            if self._closed:
-                return
-            self._closing = True
-            self._wait_until(lambda: KVPoll.TRANSFERRING not in self._statuses(), self.config.limits.drain_s)
-            for side, room, _, record in self.table.states():
-                if record is not None and not record.status.terminal:
-                    reason = Reason.of(FailureCode.SHUTDOWN, f"{self.instance} is shutting down", side, self.rank)
-                    self.table.apply(side, room, ev.Fail(record.key.generation, reason))
-            self._wait_until(lambda: not self._has_last_words(), min(LAST_WORDS_S, self.config.limits.drain_s))
-            self._stop_all()
-            self._closed = True
-
-    def _statuses(self) -> set[KVPoll]:
-        return {record.status for _, _, _, record in self.table.states() if record is not None}
-
-    def _has_last_words(self) -> bool:
-        sizes = self.table.sizes()
-        return bool(sizes["last_words"] or sizes["drain_records"])
-
-    def _wait_until(self, reached: Callable[[], bool], timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not reached() and (left := deadline - time.monotonic()) > 0:
-            self._changed.wait(min(left, 0.02))
-            self._changed.clear()
-
-    def _stop_all(self) -> None:
-        self._closing = True
-        while self._undo:
-            try:
-                self._undo.pop()()
-            except Exception:
-                log.exception("a part of %s did not stop cleanly; going on", self.instance)
-
-    def _close_backend(self, regions: Sequence[Region]) -> None:
-        """Stop the engine; if it and all workers have ended, that proves that no ticket of it runs any more (R3)."""
-        stopped = self._slow.run(lambda: self._backend.close(regions)).result(STOP_S)
-        if not (stopped and self._ledger.join(STOP_S)):
-            log.error("the engine of %s may still be at work; keep the memory of tickets in flight", self.instance)
-            return
-        for instance in self.table.tickets_towards():
-            self.fenced(instance, "prefill")
+        self._core.close()
 
     def __enter__(self) -> KVManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def _by_name(pools: Sequence[Pool]) -> dict[str, Pool]:
-    named = {pool.name: pool for pool in pools}
-    if not named or len(named) != len(pools):
-        raise ConfigError(f"pools {[pool.name for pool in pools]}: give at least one pool, each with a name of its own")
-    return named
 
 
 def _room_id(room: object, attempt: object) -> RoomId:

@@ -109,6 +109,8 @@ class Workers:
             return
         if self._idle:
             return self._called.notify()
+        if len(self._threads) > len(self._running) + len(self._stuck):
+            return  # one is on its way, and will call the next
         thread = threading.Thread(target=self._run, name=f"kvcore-worker-{next(_numbers)}", daemon=True)
         try:
             thread.start()
@@ -147,9 +149,6 @@ class Workers:
     def _run(self) -> None:
         while self._serve():
             pass
-        with self._lock:
-            self._threads.discard(threading.current_thread())
-            self._ended.notify_all()
 
     def _serve(self) -> bool:
         """Do one job; False if there was none for long."""
@@ -171,9 +170,13 @@ class Workers:
         with self._lock:
             while not self._stopping:
                 job = self._next_job()
-                if job is not None or waited:
+                if job is not None:
                     return job
+                if waited:
+                    break
                 self._idle += 1
                 waited = not self._called.wait(IDLE_S)
                 self._idle -= 1
+            self._threads.discard(threading.current_thread())
+            self._ended.notify_all()
         return None

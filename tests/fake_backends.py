@@ -1,7 +1,7 @@
 """Small complete backends for tests of the core: they move bytes within one process, and do on purpose what real engines do by accident.
 
 ``install`` makes a class of its own for each test and has the core load it under any name; ``made`` lists its instances, in the order
-in which the managers were made.
+in which the managers were made. ``running`` makes the managers, the prefill one first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 import pytest
 
-from kvcore import registry
+from kvcore import KVManager, Receiver, Sender, registry
 from kvcore.hookspecs import (
     API_VERSION,
     DONE,
@@ -34,10 +34,13 @@ from kvcore.hookspecs import (
 )
 from kvcore.memory import Region
 from kvcore.states import RoomKey
+from tests.helpers import Duo, manager, memory
 
 MOST_HELD_S = 60.0
 
 F = TypeVar("F", bound="MemoryBackend")
+
+_kept: list[tuple[Sender, Receiver]] = []
 
 
 def install(monkeypatch: pytest.MonkeyPatch, base: type[F], **capabilities: Any) -> type[F]:
@@ -45,6 +48,37 @@ def install(monkeypatch: pytest.MonkeyPatch, base: type[F], **capabilities: Any)
     made = type(base.__name__, (base,), {"made": [], "able": replace(base.able, **capabilities)})
     monkeypatch.setattr(registry, "load_backend", lambda name: made)
     return made
+
+
+@contextmanager
+def running(fake: type[MemoryBackend], decodes: int = 1, **limits: float | None) -> Iterator[list[Duo]]:
+    """A prefill manager, and some decode managers that share it, with the backend installed. Gates are open when they close."""
+    source = memory(32, seed=3)
+    made: list[KVManager] = []
+    try:
+        made.append(manager("prefill", source, backend="fake", limits=limits))
+        duos = []
+        for _ in range(decodes):
+            target = memory(32)
+            made.append(manager("decode", target, backend="fake", limits=limits))
+            duos.append(Duo(made[0], made[-1], source, target))
+        yield duos
+    finally:
+        for backend in fake.made:
+            backend.open_gates()
+        for one in reversed(made):
+            one.close()
+        _kept.clear()
+
+
+def start(duo: Duo, page: int = 1, room: int | None = None) -> tuple[Sender, Receiver]:
+    """A room of one page under way; its handles live as long as the managers do."""
+    handles = duo.open(room)
+    _kept.append(handles)
+    sender, receiver = handles
+    receiver.receive([page])
+    sender.send([page], last=True)
+    return sender, receiver
 
 
 def failed(reason: str, quiescent: bool = True, peer_broken: bool = False) -> TicketState:
@@ -75,6 +109,7 @@ class MemoryBackend:
         self.cancelled: set[Ticket] = set()
         self.held = threading.Event()
         self.lock = threading.Lock()
+        self.gates: dict[str | int, Gate] = {}
         self._tickets = itertools.count(1)
         self.made.append(self)
 
@@ -159,6 +194,15 @@ class MemoryBackend:
     def kvcore_close(self) -> None:
         self.calls.append("close")
 
+    def gate(self, name: str | int) -> Gate:
+        """For backends that block: hold transfers to a peer (its instance id) or of a room (its number) from now on."""
+        return self.gates.setdefault(name, Gate())
+
+    def open_gates(self) -> None:
+        """Let everything through, now and later."""
+        for gate in self.gates.values():
+            gate.opened.set()
+
 
 class Gate:
     """What a blocking transfer waits at. ``met`` counts those that came."""
@@ -173,23 +217,14 @@ class Gate:
 
 
 class BlockingBackend(MemoryBackend):
-    """Transfer blocks at the gate of its peer or its room, if there is one, then moves the bytes and says DONE. Closing opens no gate."""
+    """Transfer blocks at the gate of its peer or its room, if there is one, then moves the bytes and says DONE."""
 
     able = Capabilities(blocking=True)
+    opened_by_close: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.gates: dict[str | int, Gate] = {}
         self.at_once = self.most_at_once = 0
-
-    def gate(self, name: str | int) -> Gate:
-        """Block transfers to a peer (its instance id) or of a room (its number) from now on."""
-        return self.gates.setdefault(name, Gate())
-
-    def open_gates(self) -> None:
-        """Let everything through, now and later."""
-        for gate in self.gates.values():
-            gate.opened.set()
 
     def post(self, transfer: Transfer) -> Any:
         with self.lock:
@@ -204,6 +239,12 @@ class BlockingBackend(MemoryBackend):
             with self.lock:
                 self.at_once -= 1
         return DONE
+
+    @hookimpl
+    def kvcore_close(self) -> None:
+        super().kvcore_close()
+        if self.opened_by_close:
+            self.open_gates()
 
 
 class ExclusiveBackend(MemoryBackend):
@@ -292,10 +333,12 @@ class ExclusiveBackend(MemoryBackend):
 
 
 class BadStartBackend(MemoryBackend):
-    """``at_open``, or ``at_second`` for the second region, is raised if it is an exception, else returned."""
+    """``at_open``, or ``at_second`` for the second region, is raised if it is an exception, else returned. Only ``tidy`` ones leave
+    nothing registered then."""
 
     at_open: ClassVar[object] = None
     at_second: ClassVar[object] = None
+    tidy: ClassVar[bool] = False
 
     @hookimpl
     def kvcore_open(self, context: OpenContext) -> Any:
@@ -304,12 +347,12 @@ class BadStartBackend(MemoryBackend):
 
     @hookimpl
     def kvcore_register(self, regions: Sequence[Region]) -> Any:
-        self.regions.append(regions[0])
+        if not self.tidy:
+            self.regions.append(regions[0])
         bad = _do(self.at_second)
-        if bad is not None:
-            return bad
-        self.regions += regions[1:]
-        return None
+        if bad is None:
+            self.regions = list(regions)
+        return bad
 
 
 class OddBackend(MemoryBackend):

@@ -545,7 +545,7 @@ def test_status_and_rooms_of_a_manager_with_both_sides_need_the_side() -> None:
         ended(sender, KVPoll.SUCCESS)
         assert both.status(room, side="prefill") is both.status(room, side="decode") is KVPoll.SUCCESS
         assert set(both.rooms("prefill")) == set(both.rooms("decode")) == {(room, 0)}
-        assert "(prefill)" in both.story(room, 0) and "(decode)" in both.story(room, 0)
+        assert "(prefill)" in both._core.story(room, 0) and "(decode)" in both._core.story(room, 0)
         sender.clear()
         assert both.status(room, side="prefill") is None and both.status(room, side="decode") is KVPoll.SUCCESS
         receiver.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -26,9 +27,9 @@ LIMITS = {
     "bootstrap_s": 10.0,
     "input_s": 10.0,
     "transfer_s": 10.0,
-    "ticket_s": 3.0,
-    "liveness_s": 2.0,
-    "quarantine_s": 5.5,
+    "ticket_s": 3.5,
+    "liveness_s": 3.0,
+    "quarantine_s": 7.0,
     "orphan_s": 0.5,
     "send_s": 2.0,
     "drain_s": 0.5,
@@ -216,6 +217,12 @@ class Child:
     def release(self, room: int) -> None:
         """Let them go."""
         self.call(f"hold {room}", "release")
+
+    def bad_messages(self, port: str) -> int:
+        """How many messages to a port were not understood."""
+        text: str = self.call("manager", "metrics_text")
+        found = re.search(rf'^kvcore_bad_messages_total{{port="{port}"}} (\d+)$', text, re.MULTILINE)
+        return int(found[1]) if found else 0
 
     def logged(self, text: str) -> list[str]:
         found: list[str] = self.work("logged", text)

@@ -136,7 +136,7 @@ class Worker:
         """Publish a destination with indices that the honest ``receive`` would refuse."""
         handle, manager = self.objects[on], self.objects["manager"]
         listed = (PoolPages(pool, np.array(pages, "<i4").tobytes()),)
-        manager.table.apply("decode", RoomId(handle.room, handle.attempt), ev.Receive(handle.generation, listed))
+        manager._core.table.apply("decode", RoomId(handle.room, handle.attempt), ev.Receive(handle.generation, listed))
 
     def held(self) -> dict[str, int]:
         """The stores of rooms that are not empty (C7)."""

@@ -1,84 +1,29 @@
 """Faults put into the protocol one at a time, each with the scope that must show it and the rules that must name it.
 
-The first fifteen stand for the traces that break simpler schemes; the others are mistakes that are easily made. A patch is the exact
-text of one module and what replaces it; it must be found exactly once.
+The first fifteen stand for the traces that break simpler schemes; the others are mistakes that are easily made.
 """
 
 # ruff: noqa: E501 - the texts are the modules' own lines
 from __future__ import annotations
 
-import inspect
-import sys
-from dataclasses import dataclass
-from types import ModuleType
-from unittest import mock
+from tests.protocol.mutation import Mutant, Patch
+from tests.protocol.scopes import plain
+from tests.protocol.world import Scope
 
-from kvcore.protocol import receiver, receiver_state, sender, sender_state
-from tests.protocol.world import Modules, Scope
-
-SHIPPED: dict[str, ModuleType] = {
-    "sender_state": sender_state,
-    "receiver_state": receiver_state,
-    "sender": sender,
-    "receiver": receiver,
-}
-
-
-@dataclass(frozen=True)
-class Patch:
-    """A change of one module's text."""
-
-    module: str
-    old: str
-    new: str
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A fault: what it is, how it is made, where it shows, and which rules may name it."""
-
-    name: str
-    patches: tuple[Patch, ...]
-    scope: Scope
-    rules: frozenset[str]
-
-
-def mutated(mutant: Mutant) -> Modules:
-    """The four modules with the mutant's patches; raises ValueError if a text is not found exactly once."""
-    made: dict[str, ModuleType] = {}
-    for name, shipped in SHIPPED.items():
-        source = inspect.getsource(shipped)
-        for patch in mutant.patches:
-            if patch.module == name:
-                if source.count(patch.old) != 1:
-                    raise ValueError(f"{mutant.name}: {source.count(patch.old)} times in {name}.py: {patch.old!r}")
-                source = source.replace(patch.old, patch.new)
-        module = ModuleType(shipped.__name__)
-        with mock.patch.dict(sys.modules, {**{f"kvcore.protocol.{key}": value for key, value in made.items()}, shipped.__name__: module}):
-            exec(compile(source, f"<{mutant.name}: {name}.py>", "exec"), module.__dict__)
-        made[name] = module
-    return Modules(made["sender"], made["receiver"], made["sender_state"], made["receiver_state"])
-
-
-def _plain(name: str, **more: object) -> Scope:
-    """Clears only, unless told otherwise: a fault shows soonest where little else happens."""
-    options = {"abort": False, "faults": False, "limits": False, "expiry": False, "quarantine": False, **more}
-    return Scope(name, **options)  # type: ignore[arg-type]
-
-
-ONE = _plain("one lifetime, abort and clear", abort=True)
-FAULTS = _plain("one lifetime, abort, faults", abort=True, faults=True, quarantine=True)
-LIMITS = _plain("one lifetime, limits", limits=True, expiry=True)
-BYTES = _plain("one lifetime, safety only", any_order=True)
-TWO = _plain("two lifetimes, clear", requests=2)
-TWO_ABORT = _plain("two lifetimes, abort and clear", requests=2, abort=True)
-TWO_EXPIRY = _plain("two lifetimes, clear, marks expire", requests=2, expiry=True)
-CHUNKS = _plain("two chunks", chunks=((True, False), (True, True)))
-MISFIT = _plain("a page too many", extra_pages=1)
-SENDERS = _plain("2 senders", senders=2)
-RECEIVERS = _plain("2 receivers", receivers=2)
-RESTART = _plain("restart, addressee not checked", abort=True, restart=True, check_addressee=False)
-FENCE = _plain("restart", restart=True)
+ONE = plain("one lifetime, abort and clear")
+FAULTS = plain("one lifetime, abort, faults", faults=True, quarantine=True)
+LIMITS = plain("one lifetime, limits", limits=True, expiry=True, abort=False)
+BYTES = plain("one lifetime, safety only", any_order=True, abort=False)
+TWO = plain("two lifetimes, clear", requests=2, abort=False)
+TWO_ABORT = plain("two lifetimes, abort and clear", requests=2)
+TWO_EXPIRY = plain("two lifetimes, clear, marks expire", requests=2, expiry=True, abort=False)
+CHUNKS = plain("two chunks", chunks=((True, False), (True, True)), abort=False)
+MISFIT = plain("a page too many", extra_pages=1, abort=False)
+SENDERS = plain("2 senders", senders=2, abort=False)
+SENDERS_BYTES = plain("2 senders, safety only", senders=2, any_order=True, abort=False)
+RECEIVERS = plain("2 receivers", receivers=2, abort=False)
+RESTART = plain("restart, addressee not checked", restart=True, check_addressee=False)
+FENCE = plain("restart", restart=True, abort=False)
 
 
 def _mutant(name: str, scope: Scope, rules: str, *patches: tuple[str, str, str]) -> Mutant:
@@ -134,7 +79,7 @@ TRACES = (
     _mutant(
         "a verdict recomputed",
         ONE,
-        "S1",
+        "S1 S6",
         ("sender", "        life = self.live(event.pair.sg)\n", "        life = self.state.life\n"),
         ("sender", "        life = self.live()\n        if life is None or not life.last", "        life = self.state.life\n        if life is None or not life.last"),
     ),
@@ -374,9 +319,39 @@ MISTAKES = (
     ),
     _mutant(
         "a rejection before the route is known, forgotten",
-        _plain("rejections", reject=True),
+        plain("rejections", abort=False, reject=True),
         "A4",
         ("receiver", "        if not life.sources:\n            self.state = replace", "        if False:\n            self.state = replace"),
+    ),
+    _mutant(
+        "a failure without a reason",
+        ONE,
+        "S6",
+        ("sender", "state=KVPoll.FAILED, reason=reason, unpaired=unpaired))", "state=KVPoll.FAILED, unpaired=unpaired))"),
+    ),
+    _mutant(
+        "a peer's abort that removes the room",
+        ONE,
+        "S3",
+        ("sender", "        self.answer_drained(pair, party)\n\n    def on_unnamed_abort", "        self.set_life(None)\n        self.answer_drained(pair, party)\n\n    def on_unnamed_abort"),
+    ),
+    _mutant(
+        "a first chunk taken as the last",
+        BYTES,
+        "P6 R6",
+        ("receiver", "self.set_source(life, replace(source, state=message.state))", "self.set_source(life, replace(source, state=KVPoll.SUCCESS))"),
+    ),
+    _mutant(
+        "a success of one sender rank taken as all",
+        SENDERS_BYTES,
+        "R6",
+        ("receiver", "if all(item.state is KVPoll.SUCCESS for item in sources):", "if any(item.state is KVPoll.SUCCESS for item in sources):"),
+    ),
+    _mutant(
+        "a chunk after the last",
+        ONE,
+        "T1",
+        ("sender", "        if life is None or life.last:\n", "        if life is None:\n"),
     ),
     _mutant(
         "an unpaired abort that reopening does not withdraw",

@@ -18,14 +18,14 @@ LIMITS = {KVPoll.BOOTSTRAPPING: "bootstrap_s", KVPoll.WAITING_FOR_INPUT: "input_
 def check_step(modules: Modules, proc: Proc, event: ev.Event, after: Any, effects: tuple[ev.Effect, ...]) -> None:
     """S1, S3, S5, S6, A2, A3, A5, C1, C2, S8 on one step of one process; ``proc`` is as it was before."""
     old, new = proc.state.life, after.life
+    if new is not None and (new.state is KVPoll.FAILED) != (new.reason is not None):
+        raise Violation("S6", f"{proc.instance} is {new.state.name} with reason {new.reason}")
     same = old is not None and new is not None and old.generation == new.generation
     if same:
         _check_forward(proc, old, new)
         if new.state is KVPoll.FAILED and old.state is not KVPoll.FAILED:
             _check_cause(proc, event, old, new)
     _check_removal(proc, event, old, new)
-    if new is not None and (new.state is KVPoll.FAILED) != (new.reason is not None):
-        raise Violation("S6", f"{proc.instance} is {new.state.name} with reason {new.reason}")
     _check_answer(proc, event, old, new)
     _check_effects(proc, after, effects)
     _check_cleanup(proc, after, effects)

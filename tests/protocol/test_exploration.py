@@ -14,7 +14,7 @@ import pytest
 from kvcore.protocol import receiver, sender
 from tests.protocol.explore import Explorer, Result
 from tests.protocol.network import Arrival, Procs, SetNetwork
-from tests.protocol.scopes import BOUNDED, COMPLETE, LOST, ONE, RESTART, SLOW, Plan
+from tests.protocol.scopes import BOUNDED, COMPLETE, LOST, ONE, RESTART, SLOW, Plan, plain
 from tests.protocol.steps import bits
 from tests.protocol.world import Scope
 
@@ -91,9 +91,10 @@ def moments(explorer: Explorer) -> set[Any]:
     return {(tuple(procs[number] for number in node), engines[engine]) for node, engine in explorer.nodes.values}
 
 
-@pytest.mark.parametrize("more", [{}, {"abort": False, "reject": True, "expiry": True}], ids=str)
-def test_the_reductions_lose_nothing(more: dict[str, bool]) -> None:
-    scope = Scope("one lifetime", **{"faults": False, "limits": False, "expiry": False, "quarantine": False, **more})
+@pytest.mark.parametrize(
+    "scope", [plain("abort and clear"), plain("limits", abort=False, reject=True, expiry=True)], ids=lambda scope: scope.name
+)
+def test_the_reductions_lose_nothing(scope: Scope) -> None:
     unreduced = Explorer(scope)
     unreduced.network = UnreducedNetwork(unreduced.steps)
     assert moments(Explorer(scope)) == moments(unreduced)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.protocol.explore import Explorer
-from tests.protocol.mutants import MISTAKES, MUTANTS, TRACES, Mutant, mutated
-from tests.protocol.world import Violation
+from tests.protocol.mutants import MISTAKES, MUTANTS, TRACES
+from tests.protocol.mutation import Mutant, mutated
+from tests.protocol.world import Scope, Violation
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -19,8 +20,8 @@ def test_caught(mutant: Mutant) -> None:
 @pytest.mark.parametrize(
     "scope", sorted({mutant.scope for mutant in MUTANTS if mutant.scope.check_addressee}, key=str), ids=lambda scope: scope.name
 )
-def test_the_shipped_modules_pass_where_mutants_fail(scope) -> None:
-    Explorer(scope).run(max_states=10_000)
+def test_the_shipped_modules_pass_where_mutants_fail(scope: Scope) -> None:
+    Explorer(scope).run(max_states=5_000)
 
 
 def test_each_known_trace_has_its_mutant() -> None:

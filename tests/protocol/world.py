@@ -236,8 +236,8 @@ def may_open(scope: Scope, procs: tuple[Proc, ...], index: int, request: int) ->
         return True
     first = _goes_first(procs, request)
     if request > newest and "S" in first:
-        # within orphan_s of the end: the marks still stand, and stand at every rank that an unpaired abort may reach
-        ready = not any(past.expired for other in procs for past in other.lives) and not _unmarked(procs)
+        # if both sides' ended unpaired, within orphan_s: the marks still stand, and stand at every rank an unpaired abort may reach
+        ready = not _late(procs, request) and not _unmarked(procs)
         return ready and proc.side == "S"
     return not first or proc.side in first or any(other.side not in first and other.use(request) for other in procs)
 
@@ -253,6 +253,12 @@ def _goes_first(procs: tuple[Proc, ...], request: int) -> set[str]:
     if "S" in waiting:
         return {"S"}
     return set() if senders_opened else waiting
+
+
+def _late(procs: tuple[Proc, ...], request: int) -> bool:
+    """Whether a receiver's lifetime ended unpaired too, and a sender's mark has expired."""
+    expired = any(past.expired for proc in procs for past in proc.lives)
+    return expired and any(past.unpaired for proc in procs if proc.side == "R" for past in proc.lives if past.request == request - 1)
 
 
 def _unmarked(procs: tuple[Proc, ...]) -> bool:
