@@ -54,7 +54,7 @@ def test_fail_not_quiescent_lets_the_engine_go_on(pair: Duo) -> None:
     sender, _receiver = start(pair)
     ended(sender, KVPoll.FAILED)
     wait_until(lambda: pair.equal(PAGES, PAGES), what="the write that goes on unseen")
-    assert not sender.is_release_safe() and pair.prefill._core.quarantined_pages == len(PAGES)
+    assert not sender.is_release_safe() and pair.prefill.stats().quarantined_pages == len(PAGES)
 
 
 def test_fail_in_the_transfer_itself(pair: Duo) -> None:
@@ -80,7 +80,7 @@ def test_raise_reaches_the_core_and_not_the_engine(pair: Duo, error: BaseExcepti
     sender, _receiver = start(pair)
     ended(sender, KVPoll.FAILED)
     assert sender.failure is not None and "transfer raised" in sender.failure.reason
-    assert pair.untouched() and pair.prefill._core.quarantined_pages == len(PAGES)
+    assert pair.untouched() and pair.prefill.stats().quarantined_pages == len(PAGES)
 
 
 def test_raise_nothing_posted_is_quiescent(pair: Duo) -> None:
@@ -189,7 +189,7 @@ def test_partial_posts_some_and_raises(pair: Duo, pages: list[int]) -> None:
     sender.send(pages, last=True)
     ended(sender, KVPoll.FAILED)
     wait_until(lambda: not pair.untouched(), what="the part that was posted")
-    assert not pair.equal(pages, pages) and pair.prefill._core.quarantined_pages == len(pages)
+    assert not pair.equal(pages, pages) and pair.prefill.stats().quarantined_pages == len(pages)
 
 
 def test_partial_of_a_single_descriptor_posts_some_of_its_bytes() -> None:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -224,6 +224,16 @@ def test_t4_a_chunk_is_not_read_before_it_is_ready(bench: Bench) -> None:
     wait_until(lambda: len(bench.engine.transfers) == 2)
 
 
+def test_a5_a_room_that_has_failed_starts_nothing_also_before_the_order_to_cancel_comes(bench: Bench) -> None:
+    ready = Flag()
+    room = bench.start(ready=ready)
+    room.life = replace(room.life, state=KVPoll.FAILED)
+    ready.set()
+    stays(lambda: not bench.engine.transfers, 0.1)
+    bench.ledger.cancel(room.key)
+    assert bench.wait()[0].quiescent
+
+
 def test_t4_cancel_ends_the_wait_for_a_ready_event(bench: Bench) -> None:
     room = bench.start(ready=Flag())
     bench.ledger.cancel(room.key)
@@ -416,14 +426,14 @@ def test_r3_unproven_pages_are_quarantined_and_released_by_limit_counted_and_log
         assert receiver.failure is not None and receiver.failure.code is FailureCode.BACKEND and "cable pulled" in receiver.failure.reason
         for manager_, handle in ((pair.prefill, sender), (pair.decode, receiver)):
             assert not handle.is_release_safe() and not handle.release_unproven
-            assert manager_.quarantined_pages == manager_.stats().quarantined_pages == len(PAGES)
+            assert manager_.stats().quarantined_pages == len(PAGES)
         sender.clear()
         receiver.clear()
         for manager_, handle in ((pair.prefill, sender), (pair.decode, receiver)):
             assert handle.wait_release_safe(10)
             assert time.monotonic() - begun > 1.5, "not before quarantine_s"
             wait_until(lambda: manager_.stats().released_unproven == len(PAGES))  # noqa: B023
-            wait_until(lambda: manager_.quarantined_pages == 0)  # noqa: B023
+            wait_until(lambda: manager_.stats().quarantined_pages == 0)  # noqa: B023
             assert handle.release_unproven
             assert manager_.stats().counters["kvcore_released_unproven_total"] == len(PAGES)
     assert caplog.text.count(f"{len(PAGES)} pages released after quarantine_s without proof") == 2

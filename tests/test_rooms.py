@@ -6,15 +6,17 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvcore import FailureCode, Handle, KVManager, KVPoll, RoomError, hookimpl
+from kvcore import FailureCode, Handle, KVManager, KVPoll, Pool, RoomError, Sender, hookimpl, rooms
 from kvcore.faults import ControlTap
 from kvcore.hookspecs import Ticket, Transfer
+from kvcore.protocol import events as ev
 from kvcore.protocol.messages import Abort, Destination, Here, Join, Status
-from kvcore.states import RoomKey
+from kvcore.rooms import Room, RoomTable
+from kvcore.states import Reason, RoomId, RoomKey
 from kvcore.wire import Letter
 from tests.helpers import BACKENDS, Duo, Flag, duo, ended, full_stores, manager, memory, number, stays, stores_empty, wait_until
 
@@ -65,8 +67,8 @@ class Calls:
 
 
 def test_a1_abort_from_many_threads_on_both_sides_at_once(pair: Duo) -> None:
-    rooms = [pair.open() for _ in range(20)]
-    for number_of, (sender, receiver) in enumerate(rooms):
+    opened_rooms = [pair.open() for _ in range(20)]
+    for number_of, (sender, receiver) in enumerate(opened_rooms):
         if number_of % 2:
             receiver.receive(PAGES)
             sender.send(PAGES)
@@ -76,7 +78,7 @@ def test_a1_abort_from_many_threads_on_both_sides_at_once(pair: Duo) -> None:
     def abort(which: int) -> None:
         start.wait(5)
         try:
-            for handles in rooms:
+            for handles in opened_rooms:
                 for _ in range(2):
                     handles[which % 2].abort(f"thread {which}")
                     assert handles[which % 2].poll() is KVPoll.FAILED
@@ -89,7 +91,7 @@ def test_a1_abort_from_many_threads_on_both_sides_at_once(pair: Duo) -> None:
     for thread in threads:
         thread.join(10)
     assert not errors and not any(thread.is_alive() for thread in threads)
-    for sender, receiver in rooms:
+    for sender, receiver in opened_rooms:
         for handle in (sender, receiver):
             assert handle.failure is not None and handle.failure.reason.startswith("thread ")
             handle.clear()
@@ -512,6 +514,97 @@ def test_c8_a_collected_handle_of_an_ended_room_is_cleared_too(pair: Duo) -> Non
 # --- the table
 
 
+class Outside:
+    """What a table reaches, and the owner of its handles: keeps what comes, and does ``then`` under the table's lock at a change."""
+
+    def __init__(self) -> None:
+        limits: dict[str, float | None] = dict.fromkeys(("bootstrap_s", "input_s", "transfer_s", "quarantine_s", "orphan_s", "mark_s"), 5.0)
+        self.table = RoomTable(limits, 0, self)
+        self.pools: dict[str, Pool] = {}
+        self.rank = 0
+        self.then: Callable[[], None] = lambda: None
+        self.told: list[object] = []
+
+    def send(self, effect: object) -> None:
+        self.told.append(effect)
+
+    def start(self, room: Room, effect: object) -> None: ...
+    def cancel(self, key: RoomKey) -> None: ...
+    def forget(self, key: RoomKey) -> None: ...
+    def unproven(self, key: RoomKey, effect: object) -> None: ...
+    def wake_by(self, when: float) -> None: ...
+    def collect(self, room: Room) -> None: ...
+
+    def changed(self, room: Room, old: KVPoll | None) -> None:
+        self.then()
+
+
+def opened(outside: Outside) -> Sender:
+    room = outside.table.open("prefill", RoomId(number()))
+    assert room is not None
+    return Sender(outside, room)
+
+
+def test_s7_poll_waits_for_nobody_who_works_on_the_rooms() -> None:
+    outside = Outside()
+    sender = opened(outside)
+    seen: list[object] = []
+
+    def poll_elsewhere() -> None:
+        thread = threading.Thread(target=lambda: seen.extend((sender.poll(), sender.failure)), daemon=True)
+        thread.start()
+        thread.join(5)
+        assert not thread.is_alive()
+
+    outside.then = poll_elsewhere
+    sender.abort("now")
+    assert seen[0] is KVPoll.FAILED and str(seen[1]).startswith(f"room {sender.room} failed: now")
+
+
+def test_s2_whoever_watches_is_woken_by_every_change_until_it_stops() -> None:
+    outside = Outside()
+    room = outside.table.open("prefill", RoomId(number()))
+    assert room is not None
+    woken: list[KVPoll] = []
+    stop = outside.table.watch(room, lambda: woken.append(room.status))
+    outside.table.apply("prefill", room.id, ev.Hand(room.key.generation, (), last=False))
+    outside.table.apply("prefill", room.id, ev.Fail(room.key.generation, Reason.of(FailureCode.ABORTED, "x", "prefill")))
+    outside.table.apply("prefill", room.id, ev.Fail(room.key.generation, Reason.of(FailureCode.ABORTED, "y", "prefill")))
+    assert woken == [KVPoll.BOOTSTRAPPING, KVPoll.FAILED]
+    stop()
+    outside.table.clear(room)
+    assert woken == [KVPoll.BOOTSTRAPPING, KVPoll.FAILED]
+    gone = outside.table.watch(room, lambda: woken.append(room.status))
+    gone()
+
+
+def test_s8_exactly_the_timers_that_a_state_wants_are_armed() -> None:
+    outside = Outside()
+    sender = opened(outside)
+    assert outside.table.sizes()["timers"] == 1
+    begun = time.monotonic()
+    assert outside.table.tick(begun) is not None and outside.table.tick(begun + 4.9) is not None
+    assert sender.poll() is KVPoll.BOOTSTRAPPING
+    outside.table.tick(begun + 5.1)
+    assert sender.poll() is KVPoll.FAILED and sender.failure is not None and "bootstrap_s passed" in sender.failure.reason
+    assert outside.table.sizes()["timers"] == outside.table.sizes()["marks"] == 1, "the mark's own limit"
+    sender.clear()
+    assert outside.table.tick(time.monotonic() + 5.1) is None and not any(outside.table.sizes().values())
+    opened(outside).clear()
+    assert outside.table.sizes()["timers"] == outside.table.sizes()["marks"] == 1, "the limit of its state is cancelled"
+
+
+def test_p5_joins_of_rooms_that_nobody_opens_are_bounded_in_number(pair: Duo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rooms, "MAX_ORPHANS", 3)
+    receivers = [pair.decode.receiver(number(), pair.prefill.address) for _ in range(10)]
+    wait_until(lambda: full_stores(pair.prefill).get("waiting_joins") == 3)
+    stays(lambda: full_stores(pair.prefill).get("waiting_joins", 0) <= 3, 0.2)
+    sender = pair.prefill.sender(receivers[-1].room)  # one that was dropped joins again
+    receivers[-1].receive([1])
+    sender.send([1], last=True)
+    ended(receivers[-1], KVPoll.SUCCESS)
+
+
 def test_p5_joins_of_rooms_that_nobody_opens_are_bounded_in_time() -> None:
     with duo(orphan_s=0.4) as pair:
         receivers = [pair.decode.receiver(number(), pair.prefill.address) for _ in range(50)]
@@ -545,7 +638,7 @@ def test_status_and_rooms_of_a_manager_with_both_sides_need_the_side() -> None:
         ended(sender, KVPoll.SUCCESS)
         assert both.status(room, side="prefill") is both.status(room, side="decode") is KVPoll.SUCCESS
         assert set(both.rooms("prefill")) == set(both.rooms("decode")) == {(room, 0)}
-        assert "(prefill)" in both._core.story(room, 0) and "(decode)" in both._core.story(room, 0)
+        assert "(prefill)" in both.explain(room, side="prefill") and "(decode)" in both.explain(room, side="decode")
         sender.clear()
         assert both.status(room, side="prefill") is None and both.status(room, side="decode") is KVPoll.SUCCESS
         receiver.clear()

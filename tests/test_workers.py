@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -57,16 +57,22 @@ def pool_of_workers() -> Iterator[Callable[..., Workers]]:
         return made[-1]
 
     yield make
+    for gate in Task.gates:
+        gate.opened.set()
+    Task.gates.clear()
     for one in made:
         one.stop(SOON_S)
         assert one.join(SOON_S)
 
 
 class Task:
-    """A job that notes its name when it begins, and then waits at a gate of its own."""
+    """A job that notes its name when it begins, and then waits at a gate of its own, at most until the test ends."""
+
+    gates: ClassVar[list[Gate]] = []
 
     def __init__(self, peer: str, name: str, begun: list[str], open_gate: bool = False) -> None:
         self.gate = Gate()
+        self.gates.append(self.gate)
         if open_gate:
             self.gate.opened.set()
         self.name, self.begun = name, begun

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import kvcore
 from kvcore.demo.messages import Begin, Close, DemoError, Generated, Link, Settings
 from kvcore.demo.models import Loaded, greedy, load
-from kvcore.demo.rooms import LIMITS, abort_pages, clear_all, context_pages, ended, pool_for, succeeded
+from kvcore.demo.rooms import abort_pages, clear_all, context_pages, ended, limits, pool_for, succeeded
 from kvcore.handles import Receiver
 from kvcore.integrations.transformers import PagedKV
 
@@ -27,7 +27,7 @@ def run(settings: Settings, link: Link) -> None:
     loaded = load(settings.model, link.progress)
     begin = link.hear(Begin)
     kv = pool_for(loaded, settings.page_size, begin.lengths, seed=2)  # so no page has the index here that it has there
-    config = kvcore.Config(role="decode", backend=settings.backend, limits=LIMITS)
+    config = kvcore.Config(role="decode", backend=settings.backend, limits=limits(settings.patience_s))
     with kvcore.KVManager(config, pools=[kv.pool]) as manager:
         needed = [context_pages(length, settings.page_size) for length in begin.lengths]
         requests = [_open(manager, kv, begin.address, room, n_pages) for room, n_pages in enumerate(needed)]

@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 import torch
 import transformers
 from filelock import FileLock
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvcore.errors import ConfigError
@@ -49,6 +51,7 @@ def load(name: str, tell: Tell) -> Loaded:
     torch.manual_seed(0)
     torch.set_num_threads(1)  # two processes compute at once, and one thread always adds in the same order
     transformers.logging.set_verbosity(logging.ERROR)
+    tqdm.set_lock(threading.RLock())  # its own lock is shared between processes, and reported as leaked if this one is ended
     if name == "tiny":
         return _tiny()
     if name == "smollm2":

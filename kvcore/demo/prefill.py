@@ -12,7 +12,7 @@ import kvcore
 from kvcore.demo.messages import Close, DemoError, Expected, Link, Ready, Settings
 from kvcore.demo.models import Loaded, fill, greedy, load
 from kvcore.demo.prompts import Prompt, default_prompts, prompts_from
-from kvcore.demo.rooms import LIMITS, abort_pages, clear_all, context_pages, ended, pool_for, succeeded
+from kvcore.demo.rooms import abort_pages, clear_all, context_pages, ended, limits, pool_for, succeeded
 from kvcore.handles import Sender
 from kvcore.integrations.transformers import PagedKV
 
@@ -40,17 +40,17 @@ def run(settings: Settings, link: Link) -> None:
     prompts = _prompts(settings, loaded)
     lengths = tuple(len(prompt.tokens) for prompt in prompts)
     kv = pool_for(loaded, settings.page_size, lengths, seed=1)
-    config = kvcore.Config(role="prefill", backend=settings.backend, limits=LIMITS)
+    config = kvcore.Config(role="prefill", backend=settings.backend, limits=limits(settings.patience_s))
     with kvcore.KVManager(config, pools=[kv.pool]) as manager:
         link.tell(Ready(manager.address, tuple(prompt.text for prompt in prompts), lengths))
         jobs = [_open(manager, kv, loaded, room, prompt) for room, prompt in enumerate(prompts)]
         spoiled = _spoiled(jobs) if settings.corrupt else None
         _prefill(jobs, kv, loaded, spoiled, link)
+        aborted = _half_way(manager, kv, jobs)
         for room, job in enumerate(jobs):
             succeeded(job.sender, settings.patience_s)
             link.progress(f"generating in one process: {room + 1} of {len(jobs)}")
             link.tell(_expected(room, job, loaded, settings.max_new_tokens))
-        aborted = _half_way(manager, kv, jobs)
         aborted.sender.wait(settings.patience_s)
         link.tell(ended(aborted.sender))
         link.tell(clear_all(manager, kv, [(job.sender, job.pages) for job in (*jobs, aborted)], settings.patience_s))

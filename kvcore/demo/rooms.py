@@ -13,11 +13,13 @@ from kvcore.demo.models import Loaded
 from kvcore.handles import Handle
 from kvcore.integrations.transformers import PagedKV
 
-LIMITS = kvcore.Limits(drain_s=1.0)
-"""A demo that fails should say so, not wait for its rooms to end by themselves."""
-
 EMPTY_S = 60.0
 """How long what C7 allows to outlast ``clear`` may take to go."""
+
+
+def limits(patience_s: float) -> kvcore.Limits:
+    """Rooms may take as long as the demo has patience; one that fails should say so, not wait for its rooms to end by themselves."""
+    return kvcore.Limits(bootstrap_s=patience_s, input_s=patience_s, transfer_s=patience_s, drain_s=1.0)
 
 
 def abort_pages(lengths: Sequence[int], page_size: int) -> int:

@@ -16,16 +16,14 @@ import time
 from collections import deque
 from dataclasses import asdict, replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 import kvcore
-from kvcore import manager as managers, wire
+from kvcore import core, wire
 from kvcore.backends.local import LocalBackend
 from kvcore.faults import FaultPlan
-from kvcore.protocol import events as ev
-from kvcore.protocol.messages import PoolPages
-from kvcore.states import RoomId
 
 STEP_S = 0.005
 
@@ -62,6 +60,7 @@ class Worker:
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {"worker": self}
         self._arrays: dict[str, list[np.ndarray[Any, Any]]] = {}
+        self._pools: dict[str, kvcore.Pool] = {}
         self._log = Log()
         logging.getLogger("kvcore").addHandler(self._log)
         logging.getLogger("kvcore").setLevel(logging.INFO)
@@ -77,7 +76,8 @@ class Worker:
         shape = (pages, page_bytes)
         arrays = [random.integers(1, 255, shape, np.uint8) if seed else np.zeros(shape, np.uint8) for _ in range(layers)]
         self._arrays[name] = arrays
-        return kvcore.Pool.from_tensors(name, [array.view(dtype) for array in arrays], page_size=page_size)
+        self._pools[name] = kvcore.Pool.from_tensors(name, [array.view(dtype) for array in arrays], page_size=page_size)
+        return self._pools[name]
 
     def stop(self) -> None:
         """Close the manager and drop everything of it."""
@@ -86,6 +86,7 @@ class Worker:
             manager.close()
         self.objects = {"worker": self}
         self._arrays.clear()
+        self._pools.clear()
         self._log.lines.clear()
 
     def pretend(self, wire_version: str, major: int) -> None:
@@ -93,7 +94,7 @@ class Worker:
         if wire_version:
             _say_wire_version(wire_version)
         if major:
-            for module in (wire, managers):
+            for module in (wire, core):
                 module.__dict__["VERSION"] = (major, 0)
 
     def digest(self, pool: str, pages: list[int]) -> str:
@@ -133,10 +134,9 @@ class Worker:
         return str(self.objects[on].poll().name)
 
     def lie(self, on: str, pool: str, pages: list[int]) -> None:
-        """Publish a destination with indices that the honest ``receive`` would refuse."""
-        handle, manager = self.objects[on], self.objects["manager"]
-        listed = (PoolPages(pool, np.array(pages, "<i4").tobytes()),)
-        manager._core.table.apply("decode", RoomId(handle.room, handle.attempt), ev.Receive(handle.generation, listed))
+        """``receive`` of a receiver, with indices that it would refuse if its pool were asked."""
+        with mock.patch.object(self._pools[pool], "indices", lambda pages: np.array(pages, np.int64)):
+            self.objects[on].receive({pool: pages})
 
     def held(self) -> dict[str, int]:
         """The stores of rooms that are not empty (C7)."""

@@ -338,7 +338,7 @@ MISTAKES = (
     _mutant(
         "a first chunk taken as the last",
         BYTES,
-        "P6 R6",
+        "P6 R1 R6",
         ("receiver", "self.set_source(life, replace(source, state=message.state))", "self.set_source(life, replace(source, state=KVPoll.SUCCESS))"),
     ),
     _mutant(

@@ -65,7 +65,7 @@ BOUNDED = (
 
 SLOW = (
     Plan(TWO_ABORT, 600_000, complete=True),
-    Plan(Scope(LINKS_2.name, links=2), 700_000, complete=True),
+    Plan(Scope(LINKS_2.name, links=2), 680_000, complete=True),
     Plan(TWO_REJECT, 600_000, complete=True),
     Plan(TWO_ALL, 2_000_000),
 )
