@@ -1,59 +1,79 @@
-"""The ``local`` backend: pages travel over TCP between threads, processes or hosts, straight from memory into memory.
+"""The ``local`` backend: pages travel over TCP between threads, processes or hosts, from memory into memory.
 
-The embedded default, and the one to read before writing another; its hooks stand in the order in which the core calls them.
-Outgoing, a peer has one link with a writer thread, which cuts tickets into frames. The receiver answers the last frame of a ticket when
-every byte is in place, so DONE is the receiver's word (R6); a cancelled ticket gets an early last frame, and its answer proves the end.
-Incoming, a connection has one reader thread, which checks all rows of a frame before a byte of its payload gets near memory (T2).
+The embedded default, and the one to read before writing another: the hooks stand in the order in which the core calls them. Outgoing, a
+peer has one link with a writer thread that takes one ticket at a time. It sends the ticket's frames (magic, number of rows, rows that say
+where in the receiver's regions each piece goes, the pieces) and an empty one, which the receiver answers when every byte is in place. So
+DONE is the receiver's word (R6), and a cancelled ticket, whose empty frame comes early, ends by the same proof. Incoming, a connection has
+one reader thread, which checks all rows of a frame before a byte of a piece gets near memory (T2).
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
-import itertools
+import ctypes
+import queue
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 from pydantic import BaseModel, Field
 
-from kvcore import backends as parts, hookspecs as api
-from kvcore.backends import Connection, Job, Link, failed
-from kvcore.errors import ConfigError
-from kvcore.hookspecs import DONE, PENDING, NothingPosted, Ticket, TicketState, Transfer, hookimpl
+from kvcore import hookspecs as api
+from kvcore.errors import ConfigError, RegistrationError
+from kvcore.hookspecs import DONE, PENDING, NothingPosted, TicketKind, TicketState, hookimpl
 from kvcore.memory import Region
+from kvcore.planner import I32, U64, Descriptors, split
 from kvcore.states import RoomKey
 
-MAX_CONNECTIONS = 4096
-MAX_FENCES = 1024
-STOP_S = 5.0  # how long threads whose sockets are shut are waited for
+ROW = np.dtype([("region", "<i4"), ("offset", "<u8"), ("length", "<u8")])
+MAGIC, WELCOME, ESTABLISHED = b"kvf\1", b"\1", b"\1"  # the last is how TCP_INFO of a connection that nobody closed begins
+TEXT_BYTES, MAX_ROWS, MAX_PAYLOAD, MAX_FENCES = 1024, 1024, 64 << 20, 1024  # TEXT: most of a hello, and length of an answer
+STOP_S = 5.0  # how long a thread whose socket is shut is waited for
 
 
 class LocalOptions(BaseModel, extra="forbid", frozen=True):
-    """Data port (0: any), seconds for a new connection to be up and accepted, most payload bytes between two chances to cancel."""
+    """Data port (0: any), seconds to be connected and again to be accepted, most payload bytes between two chances to cancel."""
 
     port: int = Field(0, ge=0, le=65535)
     connect_s: float = Field(5.0, gt=0, allow_inf_nan=False)
-    frame_bytes: int = Field(1 << 20, ge=4096, le=parts.MAX_PAYLOAD)
+    frame_bytes: int = Field(1 << 20, ge=4096, le=MAX_PAYLOAD)
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """A socket and its one thread. ``peer`` is the other side's instance id, "" for the listener and until a hello has said it."""
+
+    sock: socket.socket
+    peer: str = ""
+    broken: str = ""  # why it has ended
+    jobs: queue.SimpleQueue[Job | None] = field(default_factory=queue.SimpleQueue)  # what its writer is to send; None ends it
+    thread: threading.Thread = field(init=False)
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A ticket. Once ``begun``, bytes of it may be anywhere until the receiver answers."""
+
+    transfer: api.Transfer
+    link: Connection
+    state: TicketState = PENDING
+    begun: bool = False
+    cancelled: bool = False
 
 
 class LocalBackend:
-    """Pushes pages over TCP (IPv4 and IPv6). What it claims it can prove: DONE is the receiver's word, a fence is a joined thread."""
+    """Pushes pages over TCP (IPv4 and IPv6)."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._closed = threading.Event()
-        self._closed.set()
-        self._listener: socket.socket | None = None
+        self._lock = threading.Lock()
         self._connections: set[Connection] = set()  # each whose thread may still run
-        self._links: dict[str, Link] = {}
-        self._jobs: dict[Ticket, Job] = {}
-        self._numbers = itertools.count(1)  # goes on after a reopen: an old ticket never names a new one
-        self._memory = parts.Memory()
+        self._links: dict[str, Connection] = {}  # the outgoing ones, by peer
+        self._jobs: set[Job] = set()  # all that have not been reported ended
+        self._memory: list[tuple[Region, memoryview]] = []
         self._issued = self._floor = 0  # number of the newest token; the newest number that is void for everybody
         self._fences: dict[str, int] = {}  # the newest number that is void for this peer
 
@@ -66,227 +86,214 @@ class LocalBackend:
     @hookimpl
     def kvcore_open(self, options: LocalOptions, context: api.OpenContext) -> None:
         """Listen; ``ConfigError`` if that is impossible."""
-        self._options, self._context, self._secret = options, context, secrets.token_bytes(32)
+        self._options, self._context, self._secret = options, context, secrets.token_bytes(16)
         host = (context.bind or context.host).strip("[]")
         try:
             family, _, _, _, address = socket.getaddrinfo(host, options.port, type=socket.SOCK_STREAM)[0]
-            listener = socket.create_server(address, family=family, dualstack_ipv6=address[0] == "::" and socket.has_dualstack_ipv6())
+            sock = socket.create_server(address, family=family, dualstack_ipv6=address[0] == "::" and socket.has_dualstack_ipv6())
         except (OSError, ValueError) as error:
             raise ConfigError(f"backend local cannot listen on {host!r} port {options.port} ({error}); set bind or the port") from error
-        self._listener, self._port = listener, int(listener.getsockname()[1])
-        self._closed.clear()
-        self._acceptor = threading.Thread(target=self._accept, args=(listener,), name="kvcore-local-accept", daemon=True)
-        self._acceptor.start()
+        self._port, self._listener = int(sock.getsockname()[1]), Connection(sock)
+        self._start(self._listener, self._accept, "kvcore-local-accept")
 
     @hookimpl
     def kvcore_register(self, regions: Sequence[Region]) -> None:
-        """Add the regions to those registered before: all, or none."""
-        self._memory = parts.Memory([*self._memory.regions, *regions])
+        """Add the regions to those registered before: all, or none (B3)."""
+        for one in regions:
+            if not (one.device.startswith("cpu") and 0 < one.nbytes < 2**63 and 0 < one.ptr <= 2**64 - one.nbytes):
+                raise RegistrationError(f"backend local: {one} is EINVAL; usual causes: memory of an accelerator, an empty tensor")
+        self._memory += [(one, memoryview((ctypes.c_char * one.nbytes).from_address(one.ptr)).cast("B")) for one in regions]
 
     @hookimpl
     def kvcore_unregister(self, regions: Sequence[Region]) -> None:
         """Forget regions, and with them every connection and token: the indices that peers know are void."""
-        with self._lock:
-            self._memory = parts.Memory([region for region in self._memory.regions if region not in regions])
-            self._floor = self._issued
-        self._stop_all("memory was unregistered")
+        self._memory = [(one, view) for one, view in self._memory if one not in regions]
+        self._floor = self._issued
+        self._stop(lambda one: one is not self._listener, "memory was unregistered")
 
     @hookimpl
     def kvcore_endpoint(self) -> api.Endpoint:
-        """Where to connect, and a fresh token: a number that fences compare, signed for this open of this instance."""
-        with self._lock:
-            self._issued += 1
-            number = self._issued.to_bytes(8, "little")
-        return api.Endpoint(msgspec.msgpack.encode(parts.Address(self._context.host, self._port, number + self._sign(number))))
+        """Where to connect, and a fresh token to show there: the secret of this open, and a number that fences compare."""
+        self._issued += 1
+        token = self._secret + self._issued.to_bytes(8, "little")
+        return api.Endpoint(msgspec.json.encode((self._context.host, self._port, token)))
 
     @hookimpl
     def kvcore_connect(self, peer: api.Peer) -> None:
-        """Connect, or raise ``ConnectionError`` within ``connect_s``. A decode side writes nothing and needs no link."""
-        if self._context.side == "decode":
+        """Connect, or raise ``ConnectionError``. A live link stays as it is; a decode side writes nothing and needs none."""
+        link = self._links.get(peer.id)
+        alive = link and not link.broken and link.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1) == ESTABLISHED
+        if self._context.side == "decode" or alive:
             return
-        old = self._links.pop(peer.id, None)
-        self._stop(lambda one: one is old, "connected anew")
+        self._stop(lambda one: one is link, "connected anew")
         try:
-            address = msgspec.msgpack.decode(peer.endpoint.data, type=parts.Address)
-            link = Link(parts.dial(address, self._context.instance, self._options.connect_s), peer.id)
+            host, port, token = msgspec.json.decode(peer.endpoint.data, type=tuple[str, int, bytes])
+            link = Connection(socket.create_connection((host.strip("[]"), port), self._options.connect_s), peer.id)
+            self._start(link, self._write, f"kvcore-local-to-{peer.id}")
+            link.sock.sendall(msgspec.json.encode((token, self._context.instance)) + b"\n")
+            if link.sock.recv(1) != WELCOME:
+                raise ConnectionRefusedError("it does not take this token, or no longer")
+            link.sock.settimeout(None)
         except (OSError, ValueError, OverflowError) as error:  # what msgspec raises is a ValueError
+            self._stop(lambda one: one is link, "not accepted")
             raise ConnectionError(f"peer {peer.id} cannot be reached ({error}); check that it runs, then pair again") from error
-        self._start(link, partial(self._write, link), f"kvcore-local-to-{peer.id}")
         self._links[peer.id] = link
 
     @hookimpl
     def kvcore_disconnect(self, peer: str) -> bool:
         """True once every thread that worked for the peer has ended; no token issued until now lets it in again (R4)."""
+        self._links.pop(peer, None)
         with self._lock:
-            self._fences.pop(peer, None)
             self._fences[peer] = self._issued
             if len(self._fences) > MAX_FENCES:  # the oldest becomes a fence for everybody: bounded, and still sound
                 self._floor = max(self._floor, self._fences.pop(next(iter(self._fences))))
-            self._links.pop(peer, None)
-        return self._stop(lambda one: one.peer == peer, "disconnected")
+        self._stop(lambda one: one.peer == peer, "disconnected")
+        return True
 
     @hookimpl
-    def kvcore_transfer(self, transfer: Transfer) -> Ticket | TicketState:
-        """Queue a batch for its peer's writer."""
-        if not transfer.length.any():
-            return DONE
+    def kvcore_transfer(self, transfer: api.Transfer) -> Job:
+        """Queue a batch for its peer's writer; the job is the ticket."""
         with self._lock:
             link = self._links.get(transfer.peer)
-            if link is not None:
-                self._hear(link)  # a peer that died while idle costs no quarantine
             if link is None or link.broken:
-                raise NothingPosted(f"peer {transfer.peer} is not connected ({link.broken if link else 'no connection'}); pair again")
-            job = Job(next(self._numbers), transfer, self._memory, link)
-            self._jobs[job.ticket] = job
+                raise NothingPosted(f"peer {transfer.peer} is not connected ({link.broken if link else 'no link'}); pair again")
+            job = Job(transfer, link)
+            self._jobs.add(job)
             link.jobs.put(job)
-        return job.ticket
+        return job
 
     @hookimpl
-    def kvcore_poll(self, tickets: Sequence[Ticket]) -> list[TicketState]:
-        """Read the answers that have arrived. A ticket reported ended is forgotten."""
-        with self._lock:
-            for link in {self._jobs[ticket].link for ticket in tickets if ticket in self._jobs}:
-                self._hear(link)
-            unknown = failed("no such ticket: it was reported or cleared before", quiescent=False)
-            states = [self._jobs[ticket].state if ticket in self._jobs else unknown for ticket in tickets]
-            for ticket, state in zip(tickets, states, strict=True):
-                if state is not PENDING:
-                    self._jobs.pop(ticket, None)
+    def kvcore_poll(self, tickets: Sequence[Job]) -> list[TicketState]:
+        """Look at the jobs, and forget those that have ended."""
+        states = [job.state for job in tickets]
+        self._jobs.difference_update(job for job, state in zip(tickets, states, strict=True) if state is not PENDING)
         return states
 
     @hookimpl
-    def kvcore_abort(self, room: RoomKey, tickets: Sequence[Ticket]) -> None:
+    def kvcore_abort(self, room: RoomKey, tickets: Sequence[Job]) -> None:
         """End tickets not begun; have the writer end the one it is at behind its current frame. One fully sent ends as it ends."""
         with self._lock:
-            for job in [self._jobs[ticket] for ticket in tickets if ticket in self._jobs]:
+            for job in tickets:
                 job.cancelled = True
-                if job.state is PENDING and not job.started:
-                    job.state = failed("cancelled")
+                if job.state is PENDING and not job.begun:
+                    job.state = TicketState(TicketKind.FAILED, "cancelled", quiescent=True)
 
     @hookimpl
     def kvcore_clear(self, room: RoomKey) -> None:
         """Forget the room's tickets; what was written off is cancelled."""
-        with self._lock:
-            tickets = [ticket for ticket, job in self._jobs.items() if job.transfer.room == room]
-            self.kvcore_abort(room, tickets)
-            for ticket in tickets:
-                del self._jobs[ticket]
+        jobs = [job for job in list(self._jobs) if job.transfer.room == room]
+        self.kvcore_abort(room, jobs)
+        self._jobs.difference_update(jobs)
 
     @hookimpl
     def kvcore_held_rooms(self) -> list[RoomKey]:
         """The rooms of tickets not yet reported ended."""
-        with self._lock:
-            return list({job.transfer.room for job in self._jobs.values()})
+        return list({job.transfer.room for job in list(self._jobs)})
 
     @hookimpl
     def kvcore_close(self) -> None:
         """Stop all threads, close all sockets, forget all memory."""
-        self._closed.set()
-        if self._listener is not None:
-            with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the acceptor
-            self._acceptor.join(STOP_S)
-            self._listener.close()
-            self._listener = None
-        self._stop_all("closed")
-        for table in (self._links, self._jobs, self._fences):
-            table.clear()
-        self._memory = parts.Memory()
+        self._stop(lambda one: True, "closed")
+        self._links, self._jobs, self._fences, self._memory = {}, set(), {}, []
 
-    def _sign(self, number: bytes) -> bytes:
-        return hmac.digest(self._secret, number, "sha256")[:16]
-
-    def _start(self, connection: Connection, work: Callable[[], None], name: str) -> None:
+    def _start(self, connection: Connection, work: Callable[[Connection], None], name: str) -> None:
         connection.thread = threading.Thread(target=self._run, args=(connection, work), name=name, daemon=True)
-        with self._lock, contextlib.ExitStack() as undo:
-            undo.callback(connection.sock.close)
-            if self._closed.is_set() or len(self._connections) >= MAX_CONNECTIONS:
-                raise ConnectionError("backend local is closed or has too many connections")
-            connection.thread.start()
-            self._connections.add(connection)
-            undo.pop_all()
-
-    def _run(self, connection: Connection, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Exception as error:  # whatever came or failed, it ends this connection only (T7, P5)
-            self._break(connection, str(error) or repr(error))
-        finally:
-            with self._lock:
-                self._connections.discard(connection)
+        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self._lock:
+            if self._listener.broken:
                 connection.sock.close()
+                raise ConnectionError("backend local is closed")
+            connection.thread.start()
+            self._connections = {one for one in self._connections if one.thread.is_alive()} | {connection}
 
-    def _stop(self, which: Callable[[Connection], bool], why: str) -> bool:
-        """End connections and wait for their threads; whether all have ended."""
+    def _run(self, connection: Connection, work: Callable[[Connection], None]) -> None:
+        why = "closed by the other side"
+        try:
+            work(connection)
+        except Exception as error:  # whatever came or failed, it ends this connection only (T7, P5)
+            why = str(error) or repr(error)
         with self._lock:
-            chosen = [connection for connection in self._connections if which(connection)]
-        for connection in chosen:
-            self._break(connection, why, peer_broken=False)
-        deadline = time.monotonic() + STOP_S
-        for connection in chosen:
-            connection.thread.join(max(deadline - time.monotonic(), 0))
-        return not any(connection.thread.is_alive() for connection in chosen)
+            stopped, connection.broken = bool(connection.broken), connection.broken or why
+            for job in [job for job in list(self._jobs) if job.link is connection and job.state is PENDING]:
+                reason = f"link to peer {connection.peer} ended: {connection.broken}"
+                job.state = TicketState(TicketKind.FAILED, reason, quiescent=not job.begun, peer_broken=not stopped)
+            connection.sock.close()
 
-    def _stop_all(self, why: str) -> None:
-        if not self._stop(lambda one: True, why):
-            raise RuntimeError(f"backend local: {why}, but a thread has not ended within {STOP_S:g} s; keep the memory until it has")
-
-    def _break(self, connection: Connection, why: str, peer_broken: bool = True) -> None:
-        """Mark a connection as ended and wake its thread. What a link has not had answered by now fails."""
+    def _stop(self, which: Callable[[Connection], bool], why: str) -> None:
+        """End connections and wait for their threads; ``RuntimeError`` if one goes on."""
         with self._lock:
-            if connection.broken:
-                return
-            connection.broken = why
-            self._context.logger.debug("connection with %s ended: %s", connection.peer or "nobody known", why)
-            if isinstance(connection, Link):
-                self._hear(connection)
-                connection.jobs.put(None)
-                for job in self._jobs.values():
-                    if job.link is connection and job.state is PENDING:
-                        job.state = failed(f"connection to peer {connection.peer} ended: {why}", not job.started, peer_broken)
-            with contextlib.suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
+            chosen = [one for one in self._connections if which(one)]
+            for one in chosen:
+                one.broken = one.broken or why
+                one.jobs.put(None)
+                with contextlib.suppress(OSError):
+                    one.sock.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for it
+        for one in chosen:
+            one.thread.join(STOP_S)
+            if one.thread.is_alive():
+                raise RuntimeError(f"backend local: {why}, but {one.thread.name} goes on after {STOP_S:g} s; keep its memory")
 
-    def _hear(self, link: Link) -> None:
-        """Take in the answers that have arrived, and whether no more will. Called with the lock held."""
-        answers, ended = parts.answers(link)
-        for ticket, text in answers:
-            job = self._jobs.get(ticket)
-            if job is not None and job.link is link and job.answer is None:
-                job.answer = text
-                job.settle()
-        if ended:
-            self._break(link, ended)
+    def _pieces(self, region: I32, offset: U64, length: U64) -> tuple[list[memoryview], str]:
+        """The memory itself for arrays of shape ``(n,)``; or none of it, and which of them is not within its region (T2)."""
+        views = [view for _, view in self._memory]
+        size = np.array([*map(len, views), 0], np.uint64)[np.minimum(region.view(np.uint32), len(views))]  # 0 for unknown regions
+        bad = (offset > size) | (length > size - offset)  # no sum that could wrap; the difference counts only if offset fits
+        if bad.any():
+            n, o, r, most = (array[bad][0] for array in (length, offset, region, size))
+            return [], f"{n} bytes at {o} of region {r} are outside its {most} bytes ({len(views)} regions); compare both sides' pools"
+        return [views[r][o : o + n] for r, o, n in zip(region.tolist(), offset.tolist(), length.tolist(), strict=True)], ""
 
-    def _write(self, link: Link) -> None:
-        """The writer thread."""
+    def _write(self, link: Connection) -> None:
         while (job := link.jobs.get()) is not None:
+            if link.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1) != ESTABLISHED:  # no byte of it was sent: no quarantine
+                return
             with self._lock:
-                if job.state is not PENDING:
-                    continue
-                job.started = True
-            written = parts.send(job, self._options.frame_bytes)
-            with self._lock:
-                job.written = written
-                job.settle()
+                job.begun = job.state is PENDING
+            job.state = self._send(job) if job.begun else job.state
 
-    def _accept(self, listener: socket.socket) -> None:
-        """The acceptor thread."""
-        while not self._closed.is_set():
+    def _send(self, job: Job) -> TicketState:
+        sock, batch, problem = job.link.sock, job.transfer, ""
+        whole = Descriptors(batch.local_region, batch.remote_region, batch.local_offset, batch.remote_offset, batch.length)
+        for part in split(whole, MAX_ROWS, self._options.frame_bytes):
+            pieces, problem = self._pieces(part.local_region, part.local_offset, part.length)
+            if problem := "cancelled" if job.cancelled else problem:
+                break
+            rows = np.rec.fromarrays([part.remote_region, part.remote_offset, part.length], ROW).tobytes()
+            sock.sendall(b"".join([MAGIC, len(part).to_bytes(2, "little"), rows, *pieces]))
+        sock.sendall(MAGIC + bytes(2))
+        if len(answer := sock.recv(TEXT_BYTES, socket.MSG_WAITALL)) < TEXT_BYTES:
+            raise ConnectionError("closed by the other side")
+        problem = problem or answer.rstrip(b"\0").decode()
+        return TicketState(TicketKind.FAILED, problem, quiescent=True) if problem else DONE
+
+    def _accept(self, listener: Connection) -> None:
+        while not listener.broken:
             try:
-                incoming = Connection(listener.accept()[0])
-                self._start(incoming, partial(self._serve, incoming), "kvcore-local-from")
-            except (OSError, RuntimeError):  # out of file descriptors, threads or connections: some may come free
-                self._closed.wait(0.05)
+                self._start(Connection(listener.sock.accept()[0]), self._read, "kvcore-local-from")
+            except (OSError, RuntimeError):  # out of file descriptors or threads: some may come free
+                with contextlib.suppress(queue.Empty):
+                    listener.jobs.get(timeout=0.05)
 
-    def _serve(self, incoming: Connection) -> None:
-        """A reader thread: the hello, then frames."""
-        token, peer = parts.greet(incoming.sock, self._options.connect_s)
-        number = token[:8]
-        with self._lock:
-            void = max(self._floor, self._fences.get(peer, 0))
-            good = hmac.compare_digest(token[8:], self._sign(number)) and int.from_bytes(number, "little") > void
-            incoming.peer = peer if good else ""  # from here on a disconnect finds it: a fence has no gap
-        parts.answer(incoming.sock, 0, "" if good else "its token is not, or no longer, good here")
-        if good:
-            parts.take(incoming, lambda: self._memory)
+    def _read(self, incoming: Connection) -> None:
+        with incoming.sock.makefile("rb") as file:
+            incoming.sock.settimeout(self._options.connect_s)
+            token, peer = msgspec.json.decode(file.readline(TEXT_BYTES), type=tuple[bytes, str])
+            with self._lock:
+                if token[:16] != self._secret or int.from_bytes(token[16:], "little") <= max(self._floor, self._fences.get(peer, 0)):
+                    return
+                incoming.peer = peer  # from here on a disconnect finds it: a fence has no gap
+            incoming.sock.settimeout(None)
+            incoming.sock.sendall(WELCOME)
+            problem = ""
+            while not incoming.broken and (head := file.read(len(MAGIC) + 2)).startswith(MAGIC):
+                if not (count := int.from_bytes(head[len(MAGIC) :], "little")):
+                    incoming.sock.sendall(problem.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
+                    problem = ""
+                    continue
+                rows = np.frombuffer(file.read(count * ROW.itemsize), ROW)
+                pieces, wrong = self._pieces(rows["region"], rows["offset"], rows["length"])
+                if wrong:  # what this frame carries goes nowhere
+                    problem = problem or wrong
+                    file.read(min(sum(rows["length"].tolist()), MAX_PAYLOAD))
+                for piece in pieces:
+                    file.readinto(piece)

@@ -1,8 +1,4 @@
-"""The sender's half of the room protocol: what each event does to one room of one prefill rank.
-
-A verdict is recorded once and never derived from tickets (S6). ``_Turn.fail`` is the only way to FAILED, ``_Turn.start`` the only
-way to a ticket, ``_Turn.live`` the only question whether a lifetime may still change.
-"""
+"""The sender's half of the room protocol: what each event does to one room of one prefill rank (``sender_turn`` has the means)."""
 
 from __future__ import annotations
 
@@ -11,14 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from kvcore.protocol.events import (
-    Cancel,
     Clear,
     Effect,
     Ended,
     Event,
     Fail,
     Fenced,
-    Forget,
     Got,
     Hand,
     Lost,
@@ -26,14 +20,14 @@ from kvcore.protocol.events import (
     Pair,
     Party,
     Send,
-    Start,
     Timeout,
     Unproven,
     cleared,
     timed_out,
 )
-from kvcore.protocol.messages import Abort, Ack, Destination, Drained, Here, Join, Which
-from kvcore.protocol.sender_state import Dest, Flight, Life, Mark, Sender, Word, tell, timers
+from kvcore.protocol.messages import Abort, Ack, Destination, Here, Join, Which
+from kvcore.protocol.sender_state import Dest, Flight, Life, Sender, timers
+from kvcore.protocol.sender_turn import Turn
 from kvcore.states import FailureCode, KVPoll, Reason
 
 
@@ -47,138 +41,8 @@ def step(state: Sender, event: Event) -> tuple[Sender, tuple[Effect, ...]]:
     return turn.state, tuple(turn.out)
 
 
-class _Turn:
-    """One step under way: the state so far and the effects."""
-
-    def __init__(self, state: Sender) -> None:
-        self.state = state
-        self.out: list[Effect] = []
-
-    # --- the guarded core
-
-    def live(self, generation: int | None = None) -> Life | None:
-        """The stored lifetime if it is not terminal (and is the one named)."""
-        life = self.state.life
-        if life is None or life.state.terminal or (generation is not None and life.generation != generation):
-            return None
-        return life
-
-    def set_life(self, life: Life | None) -> None:
-        self.state = replace(self.state, life=life)
-
-    def fail(self, reason: Reason, told: Pair | None = None, lost: str | None = None) -> None:
-        """Become FAILED, once, with the reason (S5, S6); keep a last word for everyone but ``told`` and instance ``lost``."""
-        life = self.live()
-        if life is None:
-            return
-        pairs = [life.pair(dest) for dest in life.dests if not dest.done]
-        pairs += [Pair(party.instance, rg, life.generation) for party, rg in life.joined if life.dest(party.rank) is None]
-        size = life.n_dest or max((party.size for party, _ in life.joined), default=0)
-        met = frozenset(dest.party.rank for dest in life.dests)
-        unpaired = size == 0 or len(met) < size
-        self.set_life(replace(life, state=KVPoll.FAILED, reason=reason, unpaired=unpaired))
-        if unpaired:
-            self.add_mark(Mark(life.generation, reason, met, size))
-        for pair in pairs:
-            if pair != told and pair.peer != lost:
-                self.say(Word(pair, KVPoll.FAILED, reason))
-        self.out.append(Cancel(life.generation))
-
-    def start(self, life: Life, dest: Dest, chunk: int) -> None:
-        """Start one ticket of a live, complete lifetime."""
-        pair = life.pair(dest)
-        flight = self.flight(pair) or Flight(pair)
-        self.set_flight(replace(flight, running=flight.running | {chunk}))
-        self.out.append(Start(pair, chunk))
-
-    def settle(self) -> None:
-        """Say success to each destination all of whose tickets ended well after the last chunk; then succeed (T5)."""
-        life = self.live()
-        if life is None or not life.last or not life.complete:
-            return
-        for dest in life.dests:
-            if not dest.done and dest.ok == life.chunks:
-                self.say(Word(life.pair(dest), KVPoll.SUCCESS, None, life.record))
-        life = replace(life, dests=tuple(replace(dest, done=dest.ok == life.chunks) for dest in life.dests))
-        self.set_life(replace(life, state=KVPoll.SUCCESS) if all(dest.done for dest in life.dests) else life)
-
-    # --- small stores
-
-    def flight(self, pair: Pair) -> Flight | None:
-        return next((flight for flight in self.state.flights if flight.pair == pair), None)
-
-    def set_flight(self, flight: Flight) -> None:
-        """Store a pair's tickets; when none is left, answer a receiver that asked and let the backend forget."""
-        rest = tuple(other for other in self.state.flights if other.pair != flight.pair)
-        if flight.running or flight.stuck:
-            self.state = replace(self.state, flights=(*rest, flight))
-            return
-        self.state = replace(self.state, flights=rest)
-        self.forget(flight.pair.sg)
-
-    def forget(self, generation: int) -> None:
-        life = self.state.life
-        stored = life is not None and life.generation == generation
-        if not stored and not any(flight.pair.sg == generation for flight in self.state.flights):
-            self.out.append(Forget(generation))
-
-    def word(self, pair: Pair) -> Word | None:
-        return next((word for word in self.state.words if word.pair == pair), None)
-
-    def say(self, word: Word) -> None:
-        self.drop_word(word.pair)
-        self.state = replace(self.state, words=(*self.state.words, word))
-        self.out.append(tell(self.state.room, word))
-
-    def drop_word(self, pair: Pair) -> None:
-        if self.word(pair) is not None:
-            self.state = replace(self.state, words=tuple(word for word in self.state.words if word.pair != pair))
-
-    def add_mark(self, mark: Mark) -> None:
-        """Keep a mark; older ones stay only for ranks that the new one does not cover."""
-        kept = tuple(old for old in self.state.marks if not mark.met <= old.met)
-        self.state = replace(self.state, marks=(*kept, mark))
-
-    def unmet_mark(self, rank: int) -> Mark | None:
-        return next((mark for mark in reversed(self.state.marks) if rank not in mark.met), None)
-
-    # --- answers
-
-    def status(self, pair: Pair, state: KVPoll, reason: Reason | None = None, record: bytes = b"") -> None:
-        self.out.append(tell(self.state.room, Word(pair, state, reason, record)))
-
-    def answer_ended(self, pair: Pair, rank: int) -> None:
-        """How a pair that is not live here ended, from kept facts (P6)."""
-        word = self.word(pair)
-        if word is not None:
-            return self.status(pair, word.state, word.reason, word.record)
-        life = self.state.life
-        if life is not None and life.generation == pair.sg:
-            dest = life.dest(rank)
-            if dest is not None and dest.done and life.pair(dest) == pair:
-                return self.status(pair, KVPoll.SUCCESS, None, life.record)
-            if life.state is KVPoll.FAILED:
-                return self.status(pair, KVPoll.FAILED, life.reason)
-        for mark in self.state.marks:
-            if mark.generation == pair.sg and rank not in mark.met:
-                return self.status(pair, KVPoll.FAILED, mark.reason)
-        text = f"unknown lifetime of room {self.state.room}: it ended here and its verdict is no longer kept; use another attempt"
-        self.status(pair, KVPoll.FAILED, Reason.of(FailureCode.NO_SUCH_ROOM, text, "prefill", self.state.rank))
-
-    def answer_drained(self, pair: Pair, party: Party) -> None:
-        """R2: say drained if no ticket of the pair is left, else when the last has ended."""
-        flight = self.flight(pair)
-        if flight is not None:
-            return self.set_flight(replace(flight, asked=True))
-        life = self.state.life
-        dest = life.dest(party.rank) if life is not None else None
-        known = life is not None and dest is not None and life.pair(dest) == pair
-        expired = dest.expired if known and dest is not None else pair.rg <= party.expired
-        self.say_drained(pair, expired)
-
-    def say_drained(self, pair: Pair, expired: bool) -> None:
-        room = self.state.room
-        self.out.append(Send(pair.peer, Drained(room.number, room.attempt, pair.rg, pair.sg, expired)))
+class _Turn(Turn):
+    """A handler for each event."""
 
     # --- events from the handle
 
@@ -252,18 +116,15 @@ class _Turn:
         mark = self.unmet_mark(party.rank)
         if mark is not None and mark.refuses:
             return self.status(Pair(party.instance, message.rg, mark.generation), KVPoll.FAILED, mark.reason)
-        if life is None and not any((known.instance, rg) == (party.instance, message.rg) for known, rg in self.state.waiting):
-            self.state = replace(self.state, waiting=(*self.state.waiting, (party, message.rg)))
+        if life is None:
+            self.state = replace(self.state, waiting=_with_newest(self.state.waiting, party, message.rg))
 
     def welcome(self, party: Party, rg: int) -> None:
         """Tell a receiver that a live sender is here; note it, so that it hears of a failure (the newest of each instance)."""
         life = self.live()
         if life is None:
             return
-        known = next((old for who, old in life.joined if who.instance == party.instance), 0)
-        if rg > known:
-            rest = tuple(item for item in life.joined if item[0].instance != party.instance)
-            self.set_life(replace(life, joined=(*rest, (party, rg))))
+        self.set_life(replace(life, joined=_with_newest(life.joined, party, rg)))
         room = self.state.room
         self.out.append(Send(party.instance, Here(room.number, room.attempt, rg, life.generation)))
 
@@ -440,6 +301,13 @@ class _Turn:
         self.state = replace(self.state, waiting=waiting)
         text = f"no such room {self.state.room}: nobody opened a sender for it within orphan_s; open the sender when the request arrives"
         self.status(Pair(instance, rg, 0), KVPoll.FAILED, Reason.of(FailureCode.NO_SUCH_ROOM, text, "prefill", self.state.rank))
+
+
+def _with_newest(joins: tuple[tuple[Party, int], ...], party: Party, rg: int) -> tuple[tuple[Party, int], ...]:
+    """Joins with one more; of each instance only the newest lifetime counts, so there are no more than peers."""
+    if any(known.instance == party.instance and old >= rg for known, old in joins):
+        return joins
+    return (*(item for item in joins if item[0].instance != party.instance), (party, rg))
 
 
 _WAITED_FOR = {

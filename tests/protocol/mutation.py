@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from types import ModuleType
 from unittest import mock
 
-from kvcore.protocol import receiver, receiver_state, sender, sender_state
+from kvcore.protocol import receiver, receiver_state, sender, sender_state, sender_turn
 from tests.protocol.world import Modules, Scope
 
 SHIPPED: dict[str, ModuleType] = {
     "sender_state": sender_state,
     "receiver_state": receiver_state,
+    "sender_turn": sender_turn,
     "sender": sender,
     "receiver": receiver,
 }
@@ -39,7 +40,7 @@ class Mutant:
 
 
 def mutated(mutant: Mutant) -> Modules:
-    """The four modules with the mutant's patches; raises ValueError if a text is not found exactly once."""
+    """The modules with the mutant's patches; raises ValueError if a text is not found exactly once."""
     made: dict[str, ModuleType] = {}
     for name, shipped in SHIPPED.items():
         source = inspect.getsource(shipped)
