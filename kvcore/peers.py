@@ -10,109 +10,24 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from kvcore import addresses, hookspecs
 from kvcore.channel import Channel, Route
 from kvcore.compat import misfit
 from kvcore.errors import KVCoreError
 from kvcore.hookspecs import Capabilities, Endpoint, Hooks
+from kvcore.pairing import Departed, Home, Link, Peer, Waiter, addressee, engine_peer, other_side
 from kvcore.planner import Layout
 from kvcore.process import known_gone
-from kvcore.protocol.events import Party
-from kvcore.protocol.messages import Abort, Ack, Destination, Join, RoomMessage
-from kvcore.states import FailureCode, RoomKey, Side
+from kvcore.protocol.messages import RoomMessage
+from kvcore.states import FailureCode, Side
 from kvcore.wire import Body, Hello, Introduction, Letter, Ping, Refuse, RoomBody, Stranger, Welcome, decode, encode
 
 log = logging.getLogger("kvcore.peers")
 
-FIRST_HELLO_S = 0.2
 LAST_HELLO_S = 2.0
 MAX_PAIRINGS = 4096
 """Pairings under way at once; further hellos are dropped and come again (P5)."""
-
-
-@dataclass(eq=False, slots=True)
-class Peer:
-    """A paired instance, as seen from our ``side``.
-
-    ``heard`` is when a letter of it last came, ``excused`` how long we ourselves did not listen since.
-    """
-
-    side: Side
-    intro: Introduction
-    layout: Layout
-    pairing: int
-    route: Route
-    welcome: bytes
-    heard: float
-    liveness_s: float
-    expired: int = 0
-    excused: float = 0.0
-    pinged: float = 0.0
-
-    @property
-    def instance(self) -> str:
-        return self.intro.instance
-
-    @property
-    def party(self) -> Party:
-        """The peer as the room protocol knows it."""
-        return Party(self.intro.instance, self.intro.rank, self.intro.size, self.expired)
-
-    def heard_lately(self, now: float) -> bool:
-        """R7: whether a ticket may be started towards it."""
-        return now - self.heard <= self.liveness_s
-
-
-class Waiter(Protocol):
-    """Somebody who waits for a link to be paired."""
-
-    def wanted(self) -> bool:
-        """Whether the answer is still of interest."""
-        ...
-
-    def paired(self, peer: Peer) -> None: ...
-    def refused(self, code: FailureCode, text: str) -> None: ...
-
-
-@dataclass(eq=False, slots=True)
-class Link:
-    """A dialled control address, from the first hello on."""
-
-    address: str
-    route: Route
-    pairing: int
-    hello: bytes = b""
-    hello_s: float = FIRST_HELLO_S
-    next_hello: float = 0.0
-    connecting: bool = False
-    peer: Peer | None = None
-    waiters: list[Waiter] = field(default_factory=list)
-    idle_since: float = 0.0
-
-
-@dataclass(eq=False, slots=True)
-class Departed:
-    """A lost peer for which pages here still wait for proof."""
-
-    intro: Introduction
-    gone: bool
-    disconnected: bool = False
-
-
-class Home(Protocol):
-    """What the peers reach of their manager."""
-
-    def got(self, side: Side, message: RoomBody, party: Party) -> bool: ...
-    def lost(self, instance: str, text: str) -> None: ...
-    def fenced(self, instance: str, side: Side) -> None: ...
-    def slowly(self, call: Callable[[], object], then: Callable[[object, BaseException | None], None]) -> None: ...
-    def holds(self, instance: str) -> bool: ...
-    def spoken_to(self) -> dict[str, int]: ...
-    def event(self, name: str, room: RoomKey | None = None, **details: str | int | float) -> None: ...
 
 
 class Peers:
@@ -262,7 +177,7 @@ class Peers:
         if peer is not None:
             self.lose(peer, "it pairs anew")
         self._pairing_now[source] = hello.pairing
-        theirs = _engine_peer(hello.me, hello.data, hello.keys)
+        theirs = engine_peer(hello.me, hello.data, hello.keys)
         self._home.slowly(lambda: self._connect(theirs), lambda found, error: self._connected(route, hello, layout, found, error))
 
     def _fit(self, theirs: Introduction) -> Layout | str:
@@ -308,7 +223,7 @@ class Peers:
         if isinstance(layout, str):
             return self._refuse_link(link, FailureCode.INCOMPATIBLE, layout)
         link.connecting = True
-        theirs = _engine_peer(welcome.me, welcome.data, welcome.keys)
+        theirs = engine_peer(welcome.me, welcome.data, welcome.keys)
         self._home.slowly(lambda: self._hooks.kvcore_connect(peer=theirs), lambda _, error: self._linked(link, welcome, layout, error))
 
     def _linked(self, link: Link, welcome: Welcome, layout: Layout, error: BaseException | None) -> None:
@@ -417,17 +332,3 @@ class Peers:
             "pairings": len(self._pairing_now),
             "departed_peers": len(self._departed),
         }
-
-
-def addressee(message: RoomBody) -> Side:
-    """The side that a room message is for."""
-    return "prefill" if isinstance(message, Join | Destination | Ack | Abort) else "decode"
-
-
-def other_side(side: Side) -> Side:
-    """The opposite side."""
-    return "decode" if side == "prefill" else "prefill"
-
-
-def _engine_peer(intro: Introduction, data: bytes, keys: tuple[bytes, ...]) -> hookspecs.Peer:
-    return hookspecs.Peer(intro.instance, Endpoint(data, list(keys)), tuple(info.region() for info in intro.regions))

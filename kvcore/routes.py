@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from kvcore.bootstrap import Group, LookupFailure
 from kvcore.bootstrap_client import Directory
-from kvcore.peers import Peer, Peers
+from kvcore.pairing import Peer
+from kvcore.peers import Peers
 from kvcore.protocol.events import Party
 from kvcore.states import FailureCode
 

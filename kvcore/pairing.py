@@ -1,0 +1,113 @@
+"""What is known of other instances: paired, dialled, departed; and what pairing needs of the core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvcore import hookspecs
+from kvcore.channel import Route
+from kvcore.hookspecs import Endpoint
+from kvcore.planner import Layout
+from kvcore.protocol.events import Party
+from kvcore.protocol.messages import Abort, Ack, Destination, Join
+from kvcore.states import FailureCode, RoomKey, Side
+from kvcore.wire import Introduction, RoomBody
+
+FIRST_HELLO_S = 0.2
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """A paired instance, as seen from our ``side``.
+
+    ``heard`` is when a letter of it last came, ``excused`` how long we ourselves did not listen since.
+    """
+
+    side: Side
+    intro: Introduction
+    layout: Layout
+    pairing: int
+    route: Route
+    welcome: bytes
+    heard: float
+    liveness_s: float
+    expired: int = 0
+    excused: float = 0.0
+    pinged: float = 0.0
+
+    @property
+    def instance(self) -> str:
+        return self.intro.instance
+
+    @property
+    def party(self) -> Party:
+        """The peer as the room protocol knows it."""
+        return Party(self.intro.instance, self.intro.rank, self.intro.size, self.expired)
+
+    def heard_lately(self, now: float) -> bool:
+        """R7: whether a ticket may be started towards it."""
+        return now - self.heard <= self.liveness_s
+
+
+class Waiter(Protocol):
+    """Somebody who waits for a link to be paired."""
+
+    def wanted(self) -> bool:
+        """Whether the answer is still of interest."""
+        ...
+
+    def paired(self, peer: Peer) -> None: ...
+    def refused(self, code: FailureCode, text: str) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """A dialled control address, from the first hello on."""
+
+    address: str
+    route: Route
+    pairing: int
+    hello: bytes = b""
+    hello_s: float = FIRST_HELLO_S
+    next_hello: float = 0.0
+    connecting: bool = False
+    peer: Peer | None = None
+    waiters: list[Waiter] = field(default_factory=list)
+    idle_since: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class Departed:
+    """A lost peer for which pages here still wait for proof."""
+
+    intro: Introduction
+    gone: bool
+    disconnected: bool = False
+
+
+class Home(Protocol):
+    """What the peers reach of their manager."""
+
+    def got(self, side: Side, message: RoomBody, party: Party) -> bool: ...
+    def lost(self, instance: str, text: str) -> None: ...
+    def fenced(self, instance: str, side: Side) -> None: ...
+    def slowly(self, call: Callable[[], object], then: Callable[[object, BaseException | None], None]) -> None: ...
+    def holds(self, instance: str) -> bool: ...
+    def spoken_to(self) -> dict[str, int]: ...
+    def event(self, name: str, room: RoomKey | None = None, **details: str | int | float) -> None: ...
+
+
+def addressee(message: RoomBody) -> Side:
+    """The side that a room message is for."""
+    return "prefill" if isinstance(message, Join | Destination | Ack | Abort) else "decode"
+
+
+def other_side(side: Side) -> Side:
+    """The opposite side."""
+    return "decode" if side == "prefill" else "prefill"
+
+
+def engine_peer(intro: Introduction, data: bytes, keys: tuple[bytes, ...]) -> hookspecs.Peer:
+    return hookspecs.Peer(intro.instance, Endpoint(data, list(keys)), tuple(info.region() for info in intro.regions))
