@@ -108,3 +108,10 @@ def pair_of(node: MakeNode, **options: object) -> tuple[Node, Node]:
 
 GOOD: Row = (0, 0, 0, 0, 16)
 ENDLESS: list[Row] = [(0, 0, 0, 0, MIB)] * 20_000  # 20 GB into one MiB: never done within a test
+
+
+def assert_not_posted(state: object, text: str) -> None:
+    """``kvcore_transfer`` said that nothing was posted, that the peer must be paired again, and why."""
+    assert isinstance(state, TicketState)
+    assert (state.kind, state.quiescent, state.peer_broken) == (TicketKind.FAILED, True, True)
+    assert text in state.reason

@@ -24,7 +24,7 @@ from pydantic import BaseModel, Field
 
 from kvcore import hookspecs as api
 from kvcore.errors import ConfigError, RegistrationError
-from kvcore.hookspecs import DONE, PENDING, NothingPosted, TicketKind, TicketState, hookimpl
+from kvcore.hookspecs import DONE, PENDING, TicketKind, TicketState, hookimpl
 from kvcore.memory import Region
 from kvcore.planner import I32, U64, Descriptors, split
 from kvcore.states import RoomKey
@@ -151,12 +151,12 @@ class LocalBackend:
         return True
 
     @hookimpl
-    def kvcore_transfer(self, transfer: api.Transfer) -> Job:
-        """Queue a batch for its peer's writer; the job is the ticket."""
+    def kvcore_transfer(self, transfer: api.Transfer) -> Job | TicketState:
+        """Queue a batch for its peer's writer; the job is the ticket. Without a link nothing is posted, and the core pairs anew."""
         with self._lock:
-            link = self._links.get(transfer.peer)
-            if link is None or link.broken:
-                raise NothingPosted(f"peer {transfer.peer} is not connected ({link.broken if link else 'no link'}); pair again")
+            if (link := self._links.get(transfer.peer)) is None or link.broken:
+                why = f"peer {transfer.peer} is not connected ({link.broken if link else 'no link'})"
+                return TicketState(TicketKind.FAILED, why, quiescent=True, peer_broken=True)
             job = Job(transfer, link)
             self._jobs.add(job)
             link.jobs.put(job)
