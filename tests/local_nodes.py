@@ -62,10 +62,8 @@ class Node:
     def connect(self, other: Node | Peer) -> None:
         self.backend.kvcore_connect(peer=other if isinstance(other, Peer) else other.peer())
 
-    def send(self, peer: str, rows: list[Row] | np.ndarray, number: int = 1) -> Ticket:
-        ticket = self.backend.kvcore_transfer(transfer=batch(peer, rows, number))
-        assert not isinstance(ticket, TicketState)
-        return ticket
+    def send(self, peer: str, rows: list[Row] | np.ndarray, number: int = 1) -> Ticket | TicketState:
+        return self.backend.kvcore_transfer(transfer=batch(peer, rows, number))
 
     def pending(self, ticket: Ticket) -> bool:
         return self.backend.kvcore_poll(tickets=[ticket])[0].kind is TicketKind.PENDING
