@@ -152,7 +152,7 @@ class Peers:
         if isinstance(body, Welcome):
             self._on_welcome(link, letter, body)
         elif isinstance(body, Refuse) and body.pairing == link.pairing:
-            self._refuse_link(link, FailureCode.INCOMPATIBLE, body.text)
+            self._refuse_link(link, body.code, body.text)
         elif isinstance(body, Stranger) and link.peer is not None:
             same = letter.source == link.peer.instance
             self.lose(link.peer, "it does not know this instance any more" if same else f"instance {letter.source} is at its address now")
@@ -201,7 +201,9 @@ class Peers:
             del self._pairing_now[source]
         if not isinstance(found, Endpoint):
             log.warning("the engine cannot reach %s: %s", source, error)
-            return self._write(route, source, Refuse(hello.pairing, f"the prefill engine cannot reach this instance: {error}"))
+            return self._write(
+                route, source, Refuse(hello.pairing, f"the prefill engine cannot reach this instance: {error}", FailureCode.BACKEND)
+            )
         spoken = hello.spoken.get(self.me.instance, 0)
         body = Welcome(hello.pairing, self.me, found.data, tuple(found.keys))
         welcome = encode(self.me.instance, source, body)

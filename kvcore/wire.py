@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from kvcore.memory import PoolGeometry, Region
 from kvcore.protocol.messages import Abort, Ack, Destination, Drained, Here, Join, Status, Which
+from kvcore.states import FailureCode
 
 VERSION = (1, 0)
 MAX_LETTER_BYTES = 16 * 1024 * 1024
@@ -90,10 +91,11 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
-    """Either way: we do not fit; the text names both values."""
+    """Either way: we cannot pair; if we do not fit, the text names both values."""
 
     pairing: Unsigned
     text: str
+    code: FailureCode = FailureCode.INCOMPATIBLE
 
 
 class Stranger(msgspec.Struct, frozen=True, tag="stranger"):

@@ -23,7 +23,7 @@ def demo(
     context: typer.Context,
     model: Annotated[
         str, typer.Option(metavar="tiny|smollm2|DIR", help="A made-up model, SmolLM2-135M, or a local causal model.")
-    ] = "tiny",
+    ] = "smollm2",
     backend: Annotated[str, typer.Option(metavar="NAME", help="The backend that moves the pages.")] = "local",
     prompts: Annotated[
         Path | None,

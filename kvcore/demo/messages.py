@@ -23,7 +23,7 @@ class DemoError(KVCoreError):
 class Settings:
     """What to run. ``patience_s``: seconds without a word from either process, or of waiting for one room, before giving up."""
 
-    model: str = "tiny"
+    model: str = "smollm2"
     backend: str = "local"
     prompts: str | None = None
     page_size: int = 16
