@@ -24,6 +24,8 @@ log = logging.getLogger("kvcore.channel")
 
 HIGH_WATER = 10_000
 IDLE_S = 1.0
+LINGER_MS = 100
+"""How long a closed socket may still send what it has."""
 
 
 @dataclass(eq=False, slots=True)
@@ -84,7 +86,7 @@ class Channel:
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
         socket.setsockopt(zmq.RCVHWM, HIGH_WATER)

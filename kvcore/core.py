@@ -5,6 +5,7 @@ It is the ``Outside`` of the room table and the ``Home`` of the peers; none of i
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 import threading
@@ -31,8 +32,9 @@ from kvcore.planner import Layout
 from kvcore.process import this_process
 from kvcore.protocol import events as ev
 from kvcore.protocol.messages import Destination
-from kvcore.rooms import Room, RoomTable
-from kvcore.routes import Routes
+from kvcore.room import Room, room_id
+from kvcore.rooms import RoomTable
+from kvcore.routes import Routes, Search
 from kvcore.slow import SlowThread
 from kvcore.states import FailureCode, KVPoll, Reason, RoomId, RoomKey, Side
 from kvcore.stats import ManagerStats
@@ -174,7 +176,8 @@ class Core:
     def story(self, room: int, attempt: int) -> str:
         """What is known here of a room, on every side that this instance has."""
         sides: tuple[Side, ...] = ("prefill", "decode")
-        return "".join(self.table.explain(side, RoomId(room, attempt)) for side in sides if self.config.role in (side, "both"))
+        name = room_id(room, attempt)
+        return "".join(self.table.explain(side, name) for side in sides if self.config.role in (side, "both"))
 
     # --- what the table reaches (``rooms.Outside``); called under its lock
 
@@ -185,6 +188,21 @@ class Core:
     def start(self, room: Room, effect: ev.Start) -> None:
         """Start a ticket."""
         self._ledger.start(room, effect, room.chunks[effect.chunk - 1])
+
+    def seek(self, room: Room) -> None:
+        """Find a receiver's sender ranks."""
+        generation, size = room.key.generation, self.config.topology.size
+        search = Search(
+            room.prefill,
+            lambda: self.table.seeks_route(room),
+            lambda parties: self.table.apply("decode", room.id, ev.Route(generation, parties, size)),
+            lambda code, text: self.table.apply("decode", room.id, ev.Fail(generation, Reason.of(code, text, "decode", self.rank))),
+        )
+        self.channel.call(lambda: self.routes.find(search))
+
+    def why_not_reached(self, room: Room) -> str:
+        """What a time-out's reason should add: why the other side was not reached."""
+        return self.routes.why(room.prefill) if room.prefill else ""
 
     def cancel(self, key: RoomKey) -> None:
         """Cancel a lifetime's tickets."""
@@ -233,12 +251,12 @@ class Core:
         self.table.apply(side, RoomId(message.room, message.attempt), ev.Got(message, party))
         return True
 
-    def lost(self, instance: str, text: str) -> None:
-        """A peer was lost."""
+    def lost(self, instance: str, text: str, replaced: bool) -> None:
+        """A peer was lost, or replaced by one that does not know this instance."""
         self.routes.lost(instance)
         sides: tuple[Side, ...] = ("prefill", "decode")
         for side in sides:
-            self.table.apply_all(ev.Lost(instance, Reason.of(FailureCode.PEER_LOST, text, side, self.rank)), side)
+            self.table.apply_all(ev.Lost(instance, Reason.of(FailureCode.PEER_LOST, text, side, self.rank), replaced), side)
 
     def fenced(self, instance: str, side: Side) -> None:
         """It is proved that a lost peer touches nothing of this side any more."""
@@ -308,6 +326,7 @@ class Core:
                     reason = Reason.of(FailureCode.SHUTDOWN, f"{self.instance} is shutting down", side, self.rank)
                     self.table.apply(side, room, ev.Fail(record.key.generation, reason))
             self._wait_until(lambda: not self._has_last_words(), min(LAST_WORDS_S, self.config.limits.drain_s))
+            self.channel.call(self._peers.farewell)
             self._stop_all()
             self._closed = True
 
@@ -333,7 +352,13 @@ class Core:
                 log.exception("a part of %s did not stop cleanly; going on", self.instance)
 
     def _close_backend(self, regions: Sequence[Region]) -> None:
-        """Stop the engine; if it and all workers have ended, that proves that no ticket of it runs any more (R3)."""
+        """Stop the engine; if it and all workers have ended, that proves that no ticket of it runs any more (R3).
+
+        Destinations that still wait for Drained are fenced one by one before, where the engine can (R4).
+        """
+        for instance in self.table.spoken_to():
+            if self._slow.run(functools.partial(self._backend.hooks.kvcore_disconnect, peer=instance)).result(STOP_S) is True:
+                self.fenced(instance, "decode")
         stopped = self._slow.run(lambda: self._backend.close(regions)).result(STOP_S)
         if not (stopped and self._ledger.join(STOP_S)):
             log.error("the engine of %s may still be at work; keep the memory of tickets in flight", self.instance)

@@ -20,7 +20,8 @@ from kvcore.protocol import events as ev
 from kvcore.protocol.messages import PoolPages
 from kvcore.protocol.receiver_state import Life as ReceiverLife
 from kvcore.protocol.sender_state import Life as SenderLife
-from kvcore.rooms import Chunk, Ready, Room, RoomTable
+from kvcore.room import Chunk, Ready, Room
+from kvcore.rooms import RoomTable
 from kvcore.states import MAX_RECORD_BYTES, FailureCode, KVPoll, Reason
 
 H = TypeVar("H", bound="Handle")
@@ -96,9 +97,10 @@ class Handle:
             raise failure
 
     def abort(self, reason: str = "aborted", code: FailureCode = FailureCode.ABORTED) -> None:
-        """Fail the room here, and tell the other side (A1 to A6). Does nothing to a room that has ended."""
+        """Fail the room here, and tell the other side (A1 to A6). Does nothing to a room that has ended, and never raises."""
         key = self._room.key
-        why = Reason.of(FailureCode(code), str(reason), key.side, self._owner.rank)
+        known = code if isinstance(code, FailureCode) else FailureCode.ABORTED
+        why = Reason.of(known, str(reason), key.side, self._owner.rank)
         self._owner.table.apply(key.side, self._room.id, ev.Fail(key.generation, why))
 
     def clear(self) -> None:

@@ -20,7 +20,7 @@ from kvcore.hookspecs import RETRY, Capabilities, Hooks, Ticket, TicketKind, Tic
 from kvcore.metrics import Metrics
 from kvcore.planner import Layout
 from kvcore.protocol import events as ev
-from kvcore.rooms import Chunk, Room
+from kvcore.room import Chunk, Room
 from kvcore.states import FailureCode, Reason, RoomKey
 from kvcore.tickets import Entry, Part, PeerView, transfers
 from kvcore.workers import STUCK_PER_WORKER, Job, Workers
@@ -196,13 +196,18 @@ class Ledger:
         """Hand the engine what may be read now; True if something was."""
         if entry.planned and not entry.waiting:
             return False
-        if not self._may_start(entry, now) or not (entry.planned or self._plan(entry, now)):
-            return False
         posted = False
-        while entry.waiting and entry.waiting[0].not_before <= now and self._may_start(entry, now):
-            self._submit(entry, entry.waiting.popleft(), now)
+        while self._may_start(entry, now) and (part := self._next_part(entry, now)) is not None:
+            self._submit(entry, part, now)
             posted = True
         return posted
+
+    def _next_part(self, entry: Entry, now: float) -> Part | None:
+        if not entry.planned and not self._plan(entry):
+            return None
+        if not entry.waiting or entry.waiting[0].not_before > now:
+            return None
+        return entry.waiting.popleft()
 
     def _may_start(self, entry: Entry, now: float) -> bool:
         """A5, also when the order to cancel has not been taken yet, and R7. From any thread."""
@@ -211,7 +216,7 @@ class Ledger:
         peer = self._peer(entry.pair.peer)
         return peer is not None and peer.heard_lately(now)
 
-    def _plan(self, entry: Entry, now: float) -> bool:
+    def _plan(self, entry: Entry) -> bool:
         """Turn a chunk into parts, once its pages are filled (T4)."""
         peer = self._peer(entry.pair.peer)
         if peer is None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import cast
 
 from kvcore import addresses
 from kvcore.channel import Channel
@@ -14,9 +13,8 @@ from kvcore.errors import RoomError
 from kvcore.handles import Handle, Receiver, Sender
 from kvcore.memory import Pool
 from kvcore.protocol import events as ev
-from kvcore.rooms import Room
-from kvcore.routes import Search
-from kvcore.states import MAX_ATTEMPT, MAX_ROOM, FailureCode, KVPoll, Reason, RoomId, Side
+from kvcore.room import Room, room_id
+from kvcore.states import FailureCode, KVPoll, Reason, RoomId, Side
 from kvcore.stats import ManagerStats
 
 
@@ -51,31 +49,31 @@ class KVManager:
 
     def sender(self, room: int, attempt: int = 0) -> Sender:
         """Open a room on the prefill side. Raises ``RoomError`` for a bad number, or one that is live here (C6)."""
-        return Sender(self._core, self._open("prefill", _room_id(room, attempt)))
+        return Sender(self._core, self._open("prefill", room_id(room, attempt)))
 
     def receiver(self, room: int, prefill: str, dp_rank: int | None = None, attempt: int = 0) -> Receiver:
         """Open a room on the decode side; ``prefill`` is the prefill manager's ``address``. Raises ``RoomError`` (C6).
 
         ``dp_rank``: None, or 0, the only data-parallel rank of this version.
         """
-        return Receiver(self._core, self._open_receiver(_room_id(room, attempt), prefill, dp_rank))
+        return Receiver(self._core, self._open_receiver(room_id(room, attempt), prefill, dp_rank))
 
     def reject(self, room: int, reason: str, prefill: str, attempt: int = 0, dp_rank: int | None = None) -> None:
         """Turn a request down before any receiver exists (A8): prefill's room fails at once with this reason.
 
         Raises ``RoomError`` for a bad number, or if a receiver of that room is live here.
         """
-        record = self._open_receiver(_room_id(room, attempt), prefill, dp_rank)
+        record = self._open_receiver(room_id(room, attempt), prefill, dp_rank)
         why = Reason.of(FailureCode.REJECTED, reason, "decode", self._core.rank)
         self._core.table.apply("decode", record.id, ev.Fail(record.key.generation, why))
         self._core.table.clear(record)
 
-    def _open(self, side: Side, room: RoomId, note: Callable[[], str] = str) -> Room:
+    def _open(self, side: Side, room: RoomId, prefill: str = "") -> Room:
         if self.config.role not in (side, "both"):
             raise RoomError(f"room {room}: this manager's role is {self.config.role!r}; open its {side} side on a manager of that role")
         if self._core.closing:
             raise RoomError(f"room {room}: this manager is closing and takes no new rooms; use another instance")
-        record = self._core.table.open(side, room, note)
+        record = self._core.table.open(side, room, prefill)
         if record is None:
             raise RoomError(f"room {room} is live on the {side} side here; clear it first, or open it with another attempt")
         return record
@@ -83,23 +81,11 @@ class KVManager:
     def _open_receiver(self, room: RoomId, prefill: str, dp_rank: int | None) -> Room:
         if dp_rank not in (None, 0):
             raise RoomError(f"room {room}: dp_rank is {dp_rank!r}; this version has one data-parallel rank, pass None or 0")
-        address = str(addresses.parse(prefill, "prefill"))
-        record = self._open("decode", room, lambda: self._core.routes.why(address))
-        generation, size = record.key.generation, self.config.topology.size
-        search = Search(
-            address,
-            lambda: self._core.table.seeks_route(record),
-            lambda parties: self._core.table.apply("decode", room, ev.Route(generation, parties, size)),
-            lambda code, text: self._core.table.apply(
-                "decode", room, ev.Fail(generation, Reason.of(code, text, "decode", self._core.rank))
-            ),
-        )
-        self._core.channel.call(lambda: self._core.routes.find(search))
-        return record
+        return self._open("decode", room, str(addresses.parse(prefill, "prefill")))
 
     def status(self, room: int, attempt: int = 0, side: Side | None = None) -> KVPoll | None:
         """The state of a stored room; None if there is none. ``side`` is needed only with role "both"."""
-        record = self._core.table.get(self._side(side), _room_id(room, attempt))
+        record = self._core.table.get(self._side(side), room_id(room, attempt))
         return record.status if record is not None else None
 
     def rooms(self, side: Side | None = None) -> Mapping[RoomId, KVPoll]:
@@ -113,7 +99,7 @@ class KVManager:
 
     def explain(self, room: int, attempt: int = 0, side: Side | None = None) -> str:
         """What is known here of a room: its history, and what is kept for it."""
-        return self._core.table.explain(self._side(side), _room_id(room, attempt))
+        return self._core.table.explain(self._side(side), room_id(room, attempt))
 
     def _side(self, side: Side | None) -> Side:
         role = self.config.role
@@ -154,10 +140,3 @@ class KVManager:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def _room_id(room: object, attempt: object) -> RoomId:
-    for what, value, most, text in (("room", room, MAX_ROOM, "2**63-1"), ("attempt", attempt, MAX_ATTEMPT, "2**31-1")):
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-            raise RoomError(f"{what} {value!r} ({type(value).__name__}) is refused; pass an integer in 0 .. {text}")
-    return RoomId(cast("int", room), cast("int", attempt))

@@ -147,15 +147,17 @@ class Peers:
         if link is None or link.route is not route:
             peer = self.peer("prefill", letter.source)
             if isinstance(body, Stranger) and peer is not None:
-                self.lose(peer, "it does not know this instance any more")
+                self.lose(peer, "it does not know this instance any more", replaced=True)
             return
         if isinstance(body, Welcome):
             self._on_welcome(link, letter, body)
         elif isinstance(body, Refuse) and body.pairing == link.pairing:
             self._refuse_link(link, body.code, body.text)
         elif isinstance(body, Stranger) and link.peer is not None:
-            same = letter.source == link.peer.instance
-            self.lose(link.peer, "it does not know this instance any more" if same else f"instance {letter.source} is at its address now")
+            text = "it does not know this instance any more"
+            if letter.source != link.peer.instance:
+                text = f"instance {letter.source} is at its address now"
+            self.lose(link.peer, text, replaced=True)
 
     # --- pairing: prefill
 
@@ -242,7 +244,7 @@ class Peers:
 
     # --- losing
 
-    def lose(self, peer: Peer, text: str, *, gone: bool = False) -> None:
+    def lose(self, peer: Peer, text: str, *, gone: bool = False, replaced: bool = False) -> None:
         """Drop a peer: its rooms fail, the engine is told to forget it, and proof about its pages is looked for (P2, R4)."""
         if self.pairings.get((peer.side, peer.instance)) is not peer:
             return
@@ -253,7 +255,7 @@ class Peers:
         text = f"peer {peer.instance} lost: {text}"
         log.warning("%s", text)
         departed = self._departed[peer.instance] = Departed(peer.intro, gone)
-        self._home.lost(peer.instance, text)
+        self._home.lost(peer.instance, text, replaced)
         self._home.event("peer_lost", peer=peer.instance, reason=text)
         self._home.slowly(
             lambda: self._hooks.kvcore_disconnect(peer=peer.instance),
@@ -266,6 +268,11 @@ class Peers:
         if peer is not None:
             self._write(peer.route, instance, Stranger())
             self.lose(peer, f"the path to it is broken: {text}")
+
+    def farewell(self) -> None:
+        """Tell all peers, as well as it can be done, that this instance knows them no more: it is closing."""
+        for peer in self.pairings.values():
+            self._write(peer.route, peer.instance, Stranger())
 
     def _disconnected(self, departed: Departed, fenced: bool) -> None:
         departed.disconnected = fenced

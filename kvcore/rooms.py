@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from kvcore.memory import Indices
 from kvcore.metrics import Meter
 from kvcore.protocol import events as ev, receiver, receiver_state, sender, sender_state
 from kvcore.protocol.messages import Join
+from kvcore.room import Life, Room
 from kvcore.states import KVPoll, RoomId, RoomKey, Side
 from kvcore.timers import Timers
 
@@ -30,47 +30,6 @@ FIRST_RESEND_S = 0.25
 HISTORY = 32
 
 State = sender_state.Sender | receiver_state.Receiver
-Life = sender_state.Life | receiver_state.Life
-
-
-class Ready(Protocol):
-    """What says that a chunk's pages are filled; a torch event fits (T4)."""
-
-    def query(self) -> bool:
-        """Whether the pages may be read now."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Chunk:
-    """Pages handed over with one ``send``: per pool the source indices and where they stand in the sender's sequence."""
-
-    pages: Mapping[str, Indices]
-    offset: Mapping[str, int]
-    ready: Ready | None
-
-
-@dataclass(eq=False)
-class Room:
-    """One lifetime of a room on one side, shared by its handle, the table and the ledger. Only the table replaces ``life``."""
-
-    id: RoomId
-    key: RoomKey
-    life: Life
-    meter: Meter
-    note: Callable[[], str] = str
-    """What a time-out's reason should add: why the other side was not reached."""
-    chunks: list[Chunk] = field(default_factory=list)
-    pages: dict[str, int] = field(default_factory=dict)
-    """Pages handed over so far, per pool."""
-    cleared: bool = False
-    unproven: bool = False
-    history: list[tuple[float, str]] = field(default_factory=list)
-
-    @property
-    def status(self) -> KVPoll:
-        """The one status of this lifetime (S4)."""
-        return self.life.state
 
 
 @dataclass(eq=False, slots=True)
@@ -87,6 +46,8 @@ class Outside(Protocol):
 
     def send(self, effect: ev.Send) -> None: ...
     def start(self, room: Room, effect: ev.Start) -> None: ...
+    def seek(self, room: Room) -> None: ...
+    def why_not_reached(self, room: Room) -> str: ...
     def cancel(self, key: RoomKey) -> None: ...
     def forget(self, key: RoomKey) -> None: ...
     def unproven(self, key: RoomKey, effect: ev.Unproven) -> None: ...
@@ -123,21 +84,21 @@ class RoomTable:
 
     # --- rooms
 
-    def open(self, side: Side, room: RoomId, note: Callable[[], str] = str) -> Room | None:
+    def open(self, side: Side, room: RoomId, prefill: str = "") -> Room | None:
         """A new lifetime; None if a live one is stored (C6). A terminal one is replaced, as by ``clear``."""
         with self.lock:
             slot = self._slots.get((side, room))
             if slot is not None and slot.state.life is not None and not slot.state.life.state.terminal:
                 return None
             self.generation += 1
-            self.apply(side, room, ev.Open(self.generation), note)
+            self.apply(side, room, ev.Open(self.generation), prefill)
             life = self._slots[side, room].state.life
             assert life is not None and life.generation == self.generation
             opened = self._slots[side, room].room
             assert opened is not None
             return opened
 
-    def apply(self, side: Side, room: RoomId, event: ev.Event, note: Callable[[], str] = str) -> None:
+    def apply(self, side: Side, room: RoomId, event: ev.Event, prefill: str = "") -> None:
         """Step a room's protocol with an event, and carry out what follows. The only place where states change (S2)."""
         with self.lock:
             slot = self._slots.get((side, room)) or _Slot(self._fresh(side, room))
@@ -148,7 +109,7 @@ class RoomTable:
             if after is before and not effects:
                 return
             slot.state = after
-            self._bring_up_to_date(side, room, slot, before.life, note)
+            self._bring_up_to_date(side, room, slot, before.life, prefill)
             self._store(side, room, slot, before)
             for effect in effects:
                 self._carry_out(side, room, slot, effect)
@@ -175,7 +136,7 @@ class RoomTable:
                 if side in (None, this_side):
                     self.apply(this_side, room, event)
 
-    def _bring_up_to_date(self, side: Side, room: RoomId, slot: _Slot, old: Life | None, note: Callable[[], str]) -> None:
+    def _bring_up_to_date(self, side: Side, room: RoomId, slot: _Slot, old: Life | None, prefill: str) -> None:
         """Make the room record show the new state of its lifetime, or the last one of a lifetime that is gone."""
         life = slot.state.life
         if life is old:
@@ -189,7 +150,7 @@ class RoomTable:
             return
         if record is None:
             key = RoomKey(side, room.number, room.attempt, life.generation)
-            record = slot.room = self._records[key] = Room(room, key, life, Meter(now), note)
+            record = slot.room = self._records[key] = Room(room, key, life, Meter(now), prefill)
             self._note_change(record, None, now)
             return
         before, record.life = record.life.state, life
@@ -240,6 +201,9 @@ class RoomTable:
         elif isinstance(effect, ev.Start):
             assert slot.room is not None
             self._outside.start(slot.room, effect)
+        elif isinstance(effect, ev.Seek):
+            assert slot.room is not None
+            self._outside.seek(slot.room)
         else:
             key = RoomKey(side, room.number, room.attempt, effect.generation)
             if isinstance(effect, ev.Cancel):
@@ -265,7 +229,7 @@ class RoomTable:
                     self._resend(side, room, slot, now)
                     continue
                 slot.timers -= {timer}
-                note = slot.room.note() if slot.room is not None else ""
+                note = self._outside.why_not_reached(slot.room) if slot.room is not None else ""
                 self.apply(side, room, ev.Timeout(timer, note))
             return self._timers.next_due()
 

@@ -14,7 +14,7 @@ from kvcore.hookspecs import Capabilities, Ticket, Transfer
 from kvcore.planner import Layout, plan, split
 from kvcore.protocol import events as ev
 from kvcore.protocol.sender_state import Life
-from kvcore.rooms import Chunk, Room
+from kvcore.room import Chunk, Room
 from kvcore.workers import Job
 
 FIRST_RETRY_S = 0.001

@@ -256,6 +256,9 @@ class ExclusiveBackend(MemoryBackend):
         super().__init__()
         self.overlaps: list[tuple[str, str]] = []
         self.ran: set[str] = set()
+        self.connecting = Gate()
+        """What ``connect`` waits at; open by itself."""
+        self.connecting.opened.set()
         self._alone = threading.Lock()
         self._now = ""
         self._never = threading.Event()
@@ -293,7 +296,7 @@ class ExclusiveBackend(MemoryBackend):
     @hookimpl
     def kvcore_connect(self, peer: Peer) -> None:
         with self.alone("connect"):
-            self._never.wait(0.05)  # longer than the progress thread waits for its turn
+            self.connecting.wait()
             super().kvcore_connect(peer)
 
     @hookimpl

@@ -18,7 +18,7 @@ from kvcore.planner import Layout
 from kvcore.protocol import events as ev
 from kvcore.protocol.messages import PoolPages
 from kvcore.protocol.sender_state import Dest, Life
-from kvcore.rooms import Chunk, Room
+from kvcore.room import Chunk, Room
 from kvcore.states import FailureCode, Reason, RoomId, RoomKey
 from tests.fake_backends import (
     BlockingBackend,
@@ -74,9 +74,10 @@ class Bench:
         if self.raises is not None:
             raise self.raises
 
-    def start(self, room: int, page: int = 1) -> Room:
+    def start(self, room: int, *listed: int) -> Room:
+        """A ticket of these pages (default: page 1) of the source to the same of the target."""
         pair = ev.Pair("peer", 1, 1)
-        pages = np.array([page], np.int64)
+        pages = np.array(listed or (1,), np.int64)
         dest = Dest(ev.Party("peer"), 1, (PoolPages("kv", pages.astype("<i4").tobytes()),))
         life = Life(1, KVPoll.TRANSFERRING, dests=(dest,), n_dest=1)
         record = Room(RoomId(room), RoomKey("prefill", room, 0, 1), life, Meter(0.0))
@@ -197,6 +198,21 @@ def test_a_fence_ends_what_waits_and_writes_off_what_blocks(bench: Callable[...,
     gate.opened.set()
     wait_until(lambda: one.ledger.worker_sizes()["workers_stuck"] == 0)
     assert [transfer.room.number for transfer in one.backend.transfers] == [1, 3]
+
+
+def test_a5_of_a_room_that_fails_while_its_parts_are_posted_no_more_are_posted(bench: Callable[..., Bench]) -> None:
+    one = bench(max_descriptors=1)
+    rooms: list[Room] = []
+    one.backend.answers[1] = lambda transfer: one.fail(rooms[0]) or one.backend.post(transfer)
+    one.peer, peer = None, one.peer
+    rooms.append(one.start(1, 1, 3, 5))
+    one.peer = peer
+    wait_until(lambda: one.backend.transfers)
+    stays(lambda: len(one.backend.transfers) == 1, 0.1)
+    one.ledger.cancel(rooms[0].key)
+    wait_until(lambda: one.told)
+    assert not one.told[0].ok and one.told[0].quiescent
+    assert not one.target[[3, 5]].any()
 
 
 def test_cancelled_before_it_was_planned_a_ticket_is_quiescent(bench: Callable[..., Bench]) -> None:

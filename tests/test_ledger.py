@@ -23,7 +23,7 @@ from kvcore.planner import Layout
 from kvcore.protocol import events as ev
 from kvcore.protocol.messages import Drained, PoolPages
 from kvcore.protocol.sender_state import Dest, Life
-from kvcore.rooms import Chunk, Ready, Room
+from kvcore.room import Chunk, Ready, Room
 from kvcore.states import RoomId, RoomKey
 from tests.helpers import BACKENDS, Duo, Flag, duo, ended, full_stores, manager, memory, number, stays, wait_until
 

@@ -24,10 +24,15 @@ class OddError(BaseException):
 
 
 @pytest.mark.parametrize(
-    "answer",
-    [None, PENDING, TicketState("done"), TicketState(None)],  # type: ignore[arg-type]
+    ("answer", "says"),
+    [
+        (None, "returned no ticket"),
+        (PENDING, "returned PENDING"),
+        (TicketState("done"), "no state of a ticket"),  # type: ignore[arg-type]
+        (TicketState(None), "no state of a ticket"),  # type: ignore[arg-type]
+    ],
 )
-def test_t7_an_odd_answer_of_transfer_is_a_failure_without_proof(monkeypatch: pytest.MonkeyPatch, answer: object) -> None:
+def test_t7_an_odd_answer_of_transfer_is_a_failure_without_proof(monkeypatch: pytest.MonkeyPatch, answer: object, says: str) -> None:
     fake = install(monkeypatch, OddBackend)
     with running(fake) as (duo,):
         room = number()
@@ -35,6 +40,7 @@ def test_t7_an_odd_answer_of_transfer_is_a_failure_without_proof(monkeypatch: py
         monkeypatch.setattr(fake, "post", lambda self, transfer: answer if transfer.room.number == room else plain(self, transfer))
         sender, _ = start(duo, 1, room)
         ended(sender, KVPoll.FAILED)
+        assert sender.failure is not None and says in sender.failure.reason
         assert not sender.is_release_safe()
         other, _ = start(duo, 2)
         ended(other, KVPoll.SUCCESS)

@@ -15,7 +15,8 @@ from kvcore.faults import ControlTap
 from kvcore.hookspecs import Ticket, Transfer
 from kvcore.protocol import events as ev
 from kvcore.protocol.messages import Abort, Destination, Here, Join, Status
-from kvcore.rooms import Room, RoomTable
+from kvcore.room import Room
+from kvcore.rooms import RoomTable
 from kvcore.states import Reason, RoomId, RoomKey
 from kvcore.wire import Letter
 from tests.helpers import BACKENDS, Duo, Flag, duo, ended, full_stores, manager, memory, number, stays, stores_empty, wait_until
@@ -159,6 +160,7 @@ def test_a5_after_abort_nothing_more_is_started_and_what_runs_is_cancelled(pair:
     sender.abort()
     ready.set()
     sender.send([5], last=True)
+    wait_until(lambda: bool(calls.aborts))
     hold.release()
     assert sender.wait_release_safe(5) and receiver.wait_release_safe(5)
     assert [transfer.chunk for transfer in calls.transfers if transfer.room.number == sender.room] == [1, 1]  # the plan passes it on
@@ -529,6 +531,10 @@ class Outside:
         self.told.append(effect)
 
     def start(self, room: Room, effect: object) -> None: ...
+    def seek(self, room: Room) -> None: ...
+    def why_not_reached(self, room: Room) -> str:
+        return ""
+
     def cancel(self, key: RoomKey) -> None: ...
     def forget(self, key: RoomKey) -> None: ...
     def unproven(self, key: RoomKey, effect: object) -> None: ...

@@ -26,7 +26,8 @@ LAYERS = [
     ("protocol", "planner", "hookspecs", "wire", "bootstrap", "http"),
     ("exclusive", "fast_hooks", "registry", "backends", "backend", "observers", "process", "compat"),
     ("channel", "bootstrap_client", "bootstrap_service", "http_io", "admin", "control_tap", "faults"),
-    ("rooms", "peers"),
+    ("room",),
+    ("rooms", "pairing", "peers"),
     ("tickets", "ledger", "routes", "handles"),
     ("core",),
     ("manager",),
@@ -39,7 +40,7 @@ STRANGERS = {
     "ledger": {"handles", "peers", "routes", "channel", "wire", "backend"},
     "peers": {"handles", "rooms", "ledger", "routes", "registry", "backend"},
     "channel": {"rooms", "peers", "protocol", "hookspecs"},
-    "backends": {"manager", "core", "handles", "rooms", "ledger", "peers", "channel", "wire", "protocol", "planner"},
+    "backends": {"manager", "core", "handles", "rooms", "ledger", "peers", "channel", "wire", "protocol"},
     "planner": {"protocol", "hookspecs", "wire"},
 }
 """Who does not know whom, so that no part reaches around its neighbour."""

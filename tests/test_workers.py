@@ -391,6 +391,23 @@ def test_an_abort_reaches_a_transfer_that_still_blocks_by_its_room(monkeypatch: 
         assert sender.wait_release_safe(SOON_S)
 
 
+def test_a_ticket_that_comes_after_an_abort_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = install(monkeypatch, BlockingBackend, cancel=True)
+    with running(fake) as (duo,):
+        backend = fake.made[0]
+        backend.held.set()
+        gate = backend.gate(room := number())
+        backend.answers[room] = lambda transfer: gate.wait() or MemoryBackend.post(backend, transfer)
+        sender, _ = start(duo, 1, room)
+        wait_until(lambda: gate.met)
+        sender.abort()
+        wait_until(lambda: len(backend.aborted) == 1)
+        gate.opened.set()
+        assert sender.wait_release_safe(SOON_S)
+        assert backend.aborted[1] == (backend.transfers[0].room, [1])
+        assert duo.untouched()
+
+
 def test_ticket_s_does_not_run_in_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = install(monkeypatch, BlockingBackend)
     with running(fake, ticket_s=1.0) as (duo,):
@@ -532,6 +549,29 @@ def test_exclusive_no_hook_runs_beside_another(monkeypatch: pytest.MonkeyPatch) 
     assert fake.made[0].ran >= {"open", "register", "endpoint", "connect", "transfer", "poll", "clear", "held_rooms", "close"}
 
 
+def test_exclusive_transfers_and_polls_wait_until_a_slow_hook_has_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = install(monkeypatch, ExclusiveBackend)
+    with running(fake, decodes=2) as (duo, unpaired):
+        backend = fake.made[0]
+        duo.transfer([0], [0])
+        backend.held.set()
+        posted, _ = start(duo, 1)
+        wait_until(lambda: len(backend.transfers) == 2)
+        backend.connecting.opened.clear()
+        met = backend.connecting.met
+        start(unpaired, 2)
+        wait_until(lambda: backend.connecting.met > met)
+        waiting, _ = start(duo, 3)
+        wait_until(lambda: waiting.poll() is KVPoll.TRANSFERRING)
+        stays(lambda: posted.poll() is waiting.poll() is KVPoll.TRANSFERRING, 0.1)
+        assert len(backend.transfers) == 2
+        backend.connecting.opened.set()
+        backend.held.clear()
+        ended(posted, KVPoll.SUCCESS)
+        ended(waiting, KVPoll.SUCCESS)
+        assert backend.overlaps == []
+
+
 def test_exclusive_and_blocking_a_stuck_transfer_leaves_the_limits_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = install(monkeypatch, BlockingBackend, exclusive=True, parallel=4)
     with running(fake, ticket_s=0.2, transfer_s=1.5) as (duo,):
@@ -540,6 +580,7 @@ def test_exclusive_and_blocking_a_stuck_transfer_leaves_the_limits_at_work(monke
         sender, receiver = start(duo, 1, room)
         wait_until(lambda: backend.gates[room].met)
         other, _ = start(duo, 2)
+        stays(lambda: len(worker_threads()) == 1, 0.05)
         ended(sender, KVPoll.FAILED)
         assert sender.failure is not None and "ticket_s" in sender.failure.reason
         wait_until(lambda: not duo.prefill.healthy)
@@ -547,13 +588,14 @@ def test_exclusive_and_blocking_a_stuck_transfer_leaves_the_limits_at_work(monke
         assert other.wait_release_safe(SOON_S)
         other.clear()
         assert duo.prefill.stats().pending_clears > 0  # the backend cannot be told yet
-        assert not backend.cleared
+        stays(lambda: not backend.cleared, 0.1)
         backend.open_gates()
         assert sender.wait_release_safe(SOON_S)
         wait_until(lambda: duo.prefill.healthy)
         sender.clear()
         receiver.clear()
         stores_empty(duo.prefill)
+        assert {key.number for key in backend.cleared} == {other.room, sender.room}
         sender, _ = start(duo, 3)
         ended(sender, KVPoll.SUCCESS)
         assert backend.most_at_once == 1

@@ -117,6 +117,8 @@ class Lost:
 
     instance: str
     reason: Reason
+    replaced: bool = False
+    """It, or another instance at its address, answers but does not know this one: what has not met it yet may look again (P3)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,13 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Seek:
+    """Receiver: find the sender ranks of a lifetime, and say so with ``Route``."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Forget:
     """The lifetime is cleared and no ticket of it is left: the backend may drop what it holds."""
 
@@ -181,7 +190,7 @@ class Unproven:
     """On the receiver; on the sender the ledger knows the chunk's."""
 
 
-Effect = Send | Start | Cancel | Forget | Unproven
+Effect = Send | Start | Cancel | Seek | Forget | Unproven
 
 
 def timed_out(room: RoomId, limit: str, waited_for: str, note: str) -> str:

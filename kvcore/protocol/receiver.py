@@ -23,6 +23,7 @@ from kvcore.protocol.events import (
     Pair,
     Receive,
     Route,
+    Seek,
     Send,
     Timeout,
     Unproven,
@@ -123,6 +124,7 @@ class _Turn:
             self.on_clear(Clear(self.state.life.generation))
         drains = tuple(drain for drain in self.state.drains if drain.sg or drain.published)  # C4: reopening withdraws the unpaired
         self.state = replace(self.state, life=Life(event.generation), drains=drains, unrouted=())
+        self.out.append(Seek(event.generation))
 
     def on_route(self, event: Route) -> None:
         """Now it is known who to join, or whom to tell of a failure that came before."""
@@ -234,10 +236,17 @@ class _Turn:
     def on_lost(self, event: Lost) -> None:
         life = self.live()
         if life is not None and life.source(event.instance) is not None:
-            self.fail(event.reason, lost=event.instance)
+            self.lose_source(life, event)
         for drain in self.state.drains:
             if drain.party.instance == event.instance and not drain.published:
                 self.drop(drain)
+
+    def lose_source(self, life: Life, event: Lost) -> None:
+        """A room that has met no sender yet looks for its route again: another instance may be there by now (P3)."""
+        if not event.replaced or any(source.sg for source in life.sources):
+            return self.fail(event.reason, lost=event.instance)
+        self.set_life(replace(life, sources=()))
+        self.out.append(Seek(life.generation))
 
     def on_fenced(self, event: Fenced) -> None:
         for drain in self.state.drains:

@@ -144,11 +144,11 @@ def ended(write: Write, *, ok: bool, quiescent: bool) -> Action:
     return Action("", (ev.Ended(write.pair, write.chunk, ok, quiescent, why),))
 
 
-def lost(instance: str, generation: int = 0) -> Action:
-    """A peer is given up; one that lives has its generations so far marked as expired (C1)."""
+def lost(instance: str, generation: int = 0, *, replaced: bool = False) -> Action:
+    """A peer is given up, or replaced; one that lives has its generations so far marked as expired (C1)."""
     side: Side = "prefill" if instance[0] == "S" else "decode"
     why = Reason(FailureCode.PEER_LOST, f"{instance} was lost", side, int(instance[1:].partition(".")[0]))
-    return Action("", (ev.Lost(instance, why),), expired=generation)
+    return Action("", (ev.Lost(instance, why, replaced),), expired=generation)
 
 
 def fence(instance: str) -> Action:

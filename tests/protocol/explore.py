@@ -191,6 +191,8 @@ class Explorer:
                 if gone not in proc.lost:
                     move = self.steps.act(world.procs[index], lost(gone, 0 if other.run else len(other.lives)))
                     yield f"{proc.instance} loses {gone}", self.placed(world, index, move)
+                    move = self.steps.act(world.procs[index], lost(gone, 0 if other.run else len(other.lives), replaced=True))
+                    yield f"{proc.instance} hears that {gone} was replaced", self.placed(world, index, move)
                 elif other.dead:
                     fenced = world._replace(engine=self.engines(self.endings.fenced(self.engines.values[world.engine], proc, gone)))
                     move = self.steps.act(world.procs[index], fence(gone))

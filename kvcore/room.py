@@ -1,0 +1,63 @@
+"""One lifetime of a room, as handle, table and ledger share it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+from kvcore.errors import RoomError
+from kvcore.memory import Indices
+from kvcore.metrics import Meter
+from kvcore.protocol import receiver_state, sender_state
+from kvcore.states import MAX_ATTEMPT, MAX_ROOM, KVPoll, RoomId, RoomKey
+
+Life = sender_state.Life | receiver_state.Life
+
+
+class Ready(Protocol):
+    """What says that a chunk's pages are filled; a torch event fits (T4)."""
+
+    def query(self) -> bool:
+        """Whether the pages may be read now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """Pages handed over with one ``send``: per pool the source indices and where they stand in the sender's sequence."""
+
+    pages: Mapping[str, Indices]
+    offset: Mapping[str, int]
+    ready: Ready | None
+
+
+@dataclass(eq=False)
+class Room:
+    """One lifetime of a room on one side, shared by its handle, the table and the ledger. Only the table replaces ``life``."""
+
+    id: RoomId
+    key: RoomKey
+    life: Life
+    meter: Meter
+    prefill: str = ""
+    """Receiver: the address its sender ranks are found at."""
+    chunks: list[Chunk] = field(default_factory=list)
+    pages: dict[str, int] = field(default_factory=dict)
+    """Pages handed over so far, per pool."""
+    cleared: bool = False
+    unproven: bool = False
+    history: list[tuple[float, str]] = field(default_factory=list)
+
+    @property
+    def status(self) -> KVPoll:
+        """The one status of this lifetime (S4)."""
+        return self.life.state
+
+
+def room_id(room: object, attempt: object) -> RoomId:
+    """A checked room id; raises ``RoomError`` naming the range (C6)."""
+    for what, value, most, text in (("room", room, MAX_ROOM, "2**63-1"), ("attempt", attempt, MAX_ATTEMPT, "2**31-1")):
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+            raise RoomError(f"{what} {value!r} ({type(value).__name__}) is refused; pass an integer in 0 .. {text}")
+    return RoomId(cast("int", room), cast("int", attempt))
