@@ -393,7 +393,7 @@ def test_an_abort_reaches_a_transfer_that_still_blocks_by_its_room(monkeypatch: 
 
 def test_a_ticket_that_comes_after_an_abort_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = install(monkeypatch, BlockingBackend, cancel=True)
-    with running(fake) as (duo,):
+    with running(fake, ticket_s=60.0, quarantine_s=90.0) as (duo,):
         backend = fake.made[0]
         backend.held.set()
         gate = backend.gate(room := number())
