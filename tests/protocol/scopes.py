@@ -38,8 +38,8 @@ COMPLETE = (
     Plan(Scope("one lifetime a side, links that lose", links=1), 90_000, complete=True),
     Plan(RESTART, 120_000, complete=True),
     Plan(LOST, 30_000, complete=True),
-    Plan(TWO, 50_000, complete=True),
-    Plan(plain("two lifetimes a side, clear, in any order", requests=2, abort=False, any_order=True), 50_000, complete=True),
+    Plan(TWO, 35_000, complete=True),
+    Plan(plain("two lifetimes a side, clear, in any order", requests=2, abort=False, any_order=True), 40_000, complete=True),
     Plan(
         Scope("two chunks with pages and an empty one", chunks=((True, False), (True, False), (False, True)), limits=False, expiry=False),
         20_000,
