@@ -80,7 +80,7 @@ class Limits(_Model):
     send_s: Seconds = 5.0
     """One control message that cannot be sent; then the peer is lost."""
     drain_s: Seconds = 30.0
-    """``close``: how long live rooms may still end by themselves; the rest is aborted."""
+    """``close``: how long rooms that are TRANSFERRING may still end by themselves; then all that live are aborted."""
 
     @model_validator(mode="after")
     def _quarantine_covers_tickets(self) -> Limits:
@@ -113,7 +113,7 @@ class Topology(_Model):
 class Security(_Model):
     """Which backends may be chosen. ``None`` allows any that is installed."""
 
-    allowed_backends: tuple[str, ...] | None = None
+    backends: tuple[str, ...] | None = None
 
 
 Port = Annotated[int, Field(ge=0, le=65535, strict=True)]
@@ -129,7 +129,7 @@ class Config(_Model):
     bind: str = ""
     port: Port = 0
     bootstrap_port: Port = 0
-    bootstrap: str | None = None
+    bootstrap: None = None
     admin: str | None = None
     topology: Topology = Topology()
     limits: Limits = Limits()
@@ -139,9 +139,9 @@ class Config(_Model):
     def _checks(self) -> Config:
         if self.host in ("0.0.0.0", "::", "[::]", "*"):
             raise ValueError(f"host {self.host!r} is a wildcard that peers cannot reach; give an address, and use bind for the wildcard")
-        allowed = self.security.allowed_backends
-        if allowed is not None and self.backend not in allowed:
-            raise ValueError(f"backend {self.backend!r} is not among security.allowed_backends {list(allowed)}; add it or choose another")
+        allowed = self.security.backends
+        if allowed is not None and self.backend.partition("@")[0] not in allowed:
+            raise ValueError(f"backend {self.backend!r} is not among security.backends {list(allowed)}; add it or choose another")
         return self
 
     @classmethod

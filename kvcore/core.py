@@ -38,7 +38,7 @@ from kvcore.routes import Routes, Search
 from kvcore.slow import SlowThread
 from kvcore.states import FailureCode, KVPoll, Reason, RoomId, RoomKey, Side
 from kvcore.stats import ManagerStats
-from kvcore.wire import VERSION, Introduction, RegionInfo, RoomBody
+from kvcore.wire import VERSION, Hello, Introduction, RegionInfo, RoomBody, checked
 
 log = logging.getLogger("kvcore.core")
 
@@ -65,6 +65,7 @@ class Core:
         self._collected: list[Room] = []
         self._undo: list[Callable[[], object]] = []
         self._metrics = Metrics()
+        self._service: BootstrapService | None = None
         try:
             self._start()
         except BaseException:
@@ -76,22 +77,27 @@ class Core:
         delays: dict[str, float | None] = limits.model_dump()
         self.table = RoomTable(delays | {"mark_s": 2 * limits.orphan_s}, self.rank, self)
         backend = self._backend = Backend(config.backend, config.backend_options)
-        self.observers = Observers(backend.plugins)
-        self._undo.append(lambda: self.observers.stop(STOP_S))
-        self._slow = SlowThread("kvcore-slow")
-        self._undo.append(lambda: self._slow.stop(STOP_S))
         regions = [region for pool in self.pools.values() for region in pool.regions]
-        self._slow.run(lambda: backend.open(config, self.instance, regions)).result()
-        self._undo.append(lambda: self._close_backend(regions))
         geometries = tuple(pool.geometry for pool in self.pools.values())
+        layout = Layout.of(geometries, regions)
         me = Introduction(
             VERSION, self.instance, time.time_ns(), config.role, self.rank, config.topology.size, backend.info.name,
             backend.info.wire_version, geometries, tuple(RegionInfo.of(region) for region in regions), limits.liveness_s,
             limits.ticket_s, limits.quarantine_s, limits.orphan_s, this_process(),
         )  # fmt: skip
+        try:
+            checked(self.instance, "", Hello(0, me, b""))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"pools and backend {backend.info.name!r} cannot be described to a peer ({error}); correct them") from error
+        self.observers = Observers(backend.plugins)
+        self._undo.append(lambda: self.observers.stop(STOP_S))
+        self._slow = SlowThread("kvcore-slow")
+        self._undo.append(lambda: self._slow.stop(STOP_S))
+        self._slow.run(lambda: backend.open(config, self.instance, regions)).result()
+        self._undo.append(lambda: self._close_backend(regions))
         self._peers = Peers(me, limits.send_s, backend.hooks, backend.info.capabilities, self)
         self._ledger = Ledger(
-            backend.hooks, backend.info.capabilities, Layout.of(geometries, regions), limits.ticket_s, self._metrics,
+            backend.hooks, backend.info.capabilities, layout, limits.ticket_s, self._metrics,
             lambda instance: self._peers.peer("prefill", instance), self._ticket_ended, self._path_broken, lambda: self.table.receiving > 0,
         )  # fmt: skip
         bind = addresses.Address(addresses.parse_host(config.bind or config.host, "bind"), config.port)
@@ -120,12 +126,9 @@ class Core:
         if config.role == "decode":
             return
         info = RankInfo(self.rank, me.size, self.address, self.instance, me.order, me.backend)
-        if config.bootstrap is None:
-            service = BootstrapService(me.size)
-            port = self._http.serve(service.app(), host, config.bootstrap_port, "bootstrap_port")
-            self.address = str(addresses.Address(published, port))
-        else:
-            self.address = config.bootstrap
+        self._service = BootstrapService(me.size)
+        port = self._http.serve(self._service.app(), host, config.bootstrap_port, "bootstrap_port")
+        self.address = str(addresses.Address(published, port))
         registrar = Registrar(self._http, addresses.parse(self.address, "bootstrap"), info)
         self._undo.append(registrar.stop)
         registrar.start()
@@ -134,7 +137,8 @@ class Core:
 
     def stats(self) -> ManagerStats:
         """What this manager holds now."""
-        stores = self.table.sizes() | self.routes.sizes() | self._peers.sizes() | self._ledger.worker_sizes()
+        stores = self._service.sizes() if self._service is not None else {}
+        stores |= self.table.sizes() | self.routes.sizes() | self._peers.sizes() | self._ledger.worker_sizes()
         stores |= {
             "ledger_tickets": self._ledger.tickets,
             "pending_clears": self._ledger.pending_clears,
@@ -335,7 +339,7 @@ class Core:
 
     def _has_last_words(self) -> bool:
         sizes = self.table.sizes()
-        return bool(sizes["last_words"] or sizes["drain_records"])
+        return bool(sizes["last_words"] or sizes["drain_records"] or sizes["unrouted_aborts"])
 
     def _wait_until(self, reached: Callable[[], bool], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -357,7 +361,12 @@ class Core:
         Destinations that still wait for Drained are fenced one by one before, where the engine can (R4).
         """
         for instance in self.table.spoken_to():
-            if self._slow.run(functools.partial(self._backend.hooks.kvcore_disconnect, peer=instance)).result(STOP_S) is True:
+            try:
+                fenced = self._slow.run(functools.partial(self._backend.hooks.kvcore_disconnect, peer=instance)).result(STOP_S)
+            except BaseException:
+                log.exception("peer %s cannot be fenced; its pages stay unproven", instance)
+                continue
+            if fenced is True:
                 self.fenced(instance, "decode")
         stopped = self._slow.run(lambda: self._backend.close(regions)).result(STOP_S)
         if not (stopped and self._ledger.join(STOP_S)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 import weakref
@@ -23,6 +24,10 @@ from kvcore.protocol.sender_state import Life as SenderLife
 from kvcore.room import Chunk, Ready, Room
 from kvcore.rooms import RoomTable
 from kvcore.states import MAX_RECORD_BYTES, FailureCode, KVPoll, Reason
+from kvcore.wire import MAX_LETTER_BYTES
+
+MAX_LISTED = (MAX_LETTER_BYTES - 2**16) // 4
+"""Pages of a destination, which travels as one letter; the rest of it is left for names."""
 
 H = TypeVar("H", bound="Handle")
 PageList = Iterable[int] | npt.ArrayLike
@@ -100,7 +105,7 @@ class Handle:
         """Fail the room here, and tell the other side (A1 to A6). Does nothing to a room that has ended, and never raises."""
         key = self._room.key
         known = code if isinstance(code, FailureCode) else FailureCode.ABORTED
-        why = Reason.of(known, str(reason), key.side, self._owner.rank)
+        why = Reason.of(known, reason, key.side, self._owner.rank)
         self._owner.table.apply(key.side, self._room.id, ev.Fail(key.generation, why))
 
     def clear(self) -> None:
@@ -129,7 +134,7 @@ class Handle:
         try:
             while not reached():
                 left = None if deadline is None else deadline - time.monotonic()
-                if (left is not None and left <= 0) or not changed.wait(left):
+                if (left is not None and left <= 0) or not changed.wait(None if left is None else min(left, threading.TIMEOUT_MAX)):
                     return
                 changed.clear()
         finally:
@@ -144,7 +149,7 @@ class Handle:
         changed = asyncio.Event()
 
         def wake() -> None:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody awaits any more
                 loop.call_soon_threadsafe(changed.set)
 
         unwatch = self._owner.table.watch(self._room, wake)
@@ -161,6 +166,10 @@ class Handle:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.clear()
+
+    def __reduce__(self) -> str:
+        """Refused: of two copies the first to be collected would end the room of both (C8)."""
+        raise TypeError(f"{self!r} cannot be copied or pickled; share the handle itself, or its room number and attempt")
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} room {self._room.id} generation {self.generation} {self.poll().name}>"
@@ -189,11 +198,11 @@ class Sender(Handle):
         arrive with the end of the room. Copies the indices, never blocks; does nothing on an ended room. Raises ``PageError`` for
         wrong arguments and for a chunk after the last.
         """
+        record = self._plain(record)
         if record and not last:
             raise PageError(f"room {self._room.id}: a record goes with the last chunk; pass last=True or send it later")
-        record = bytes(record)
-        if len(record) > MAX_RECORD_BYTES:
-            raise PageError(f"room {self._room.id}: a record of {len(record)} bytes exceeds {MAX_RECORD_BYTES}; put it into a pool")
+        if ready is not None and not callable(getattr(ready, "query", None)):
+            raise PageError(f"room {self._room.id}: ready is a {type(ready).__name__} without query(); pass an event, or None")
         chosen = self._indices(pages)
         room, table = self._room, self._owner.table
         with table.lock:
@@ -212,6 +221,16 @@ class Sender(Handle):
             room.meter.pages += sum(count for _, count in counts)
             room.meter.chunks += 1
             table.apply("prefill", room.id, ev.Hand(self.generation, counts, bool(last), record))
+
+    def _plain(self, record: object) -> bytes:
+        """The bytes of a record, whatever holds them; a number would make that many zeros."""
+        try:
+            view = memoryview(record)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise PageError(f"room {self._room.id}: a record is bytes, got a {type(record).__name__}; encode it first") from error
+        if view.nbytes > MAX_RECORD_BYTES:
+            raise PageError(f"room {self._room.id}: a record of {view.nbytes} bytes exceeds {MAX_RECORD_BYTES}; put it into a pool")
+        return view.tobytes()
 
     @property
     def prefix_pages(self) -> Mapping[str, int]:
@@ -235,6 +254,9 @@ class Receiver(Handle):
         for name, indices in chosen.items():
             check_distinct(name, indices, pools[name].num_pages)
         prefix = self._prefix(prefix_pages)
+        total = sum(int(indices.size) for indices in chosen.values())
+        if total > MAX_LISTED:
+            raise PageError(f"room {self._room.id}: {total} pages are more than the {MAX_LISTED} that one message lists; use larger pages")
         listed = tuple(
             PoolPages(name, np.ascontiguousarray(chosen[name], "<i4").tobytes() if name in chosen else b"", prefix.get(name, 0))
             for name in pools
@@ -247,7 +269,7 @@ class Receiver(Handle):
                 return
             if life.pages is not None:
                 raise PageError(f"room {room.id}: receive was called already; open another attempt for other pages")
-            room.meter.pages = sum(int(indices.size) for indices in chosen.values())
+            room.meter.pages = total
             room.meter.listed_bytes = sum(int(indices.size) * pools[name].page_bytes for name, indices in chosen.items())
             table.apply("decode", room.id, ev.Receive(self.generation, listed))
 
@@ -259,7 +281,7 @@ class Receiver(Handle):
                 raise PageError(f"room {self._room.id}: prefix_pages names pool {name!r}; the pools are {sorted(pools)}")
             if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 2**31:
                 raise PageError(f"room {self._room.id}: prefix_pages of pool {name!r} is {count!r}; pass a number of pages, 0 or more")
-        return given
+        return {name: int(count) for name, count in given.items()}
 
     @property
     def record(self) -> bytes | None:

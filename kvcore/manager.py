@@ -52,7 +52,9 @@ class KVManager:
         return Sender(self._core, self._open("prefill", room_id(room, attempt)))
 
     def receiver(self, room: int, prefill: str, dp_rank: int | None = None, attempt: int = 0) -> Receiver:
-        """Open a room on the decode side; ``prefill`` is the prefill manager's ``address``. Raises ``RoomError`` (C6).
+        """Open a room on the decode side; ``prefill`` is the prefill manager's ``address``.
+
+        Raises ``RoomError`` for a bad number, or one that is live here (C6), and ``ConfigError`` for what is no address.
 
         ``dp_rank``: None, or 0, the only data-parallel rank of this version.
         """
@@ -61,19 +63,21 @@ class KVManager:
     def reject(self, room: int, reason: str, prefill: str, attempt: int = 0, dp_rank: int | None = None) -> None:
         """Turn a request down before any receiver exists (A8): prefill's room fails at once with this reason.
 
-        Raises ``RoomError`` for a bad number, or if a receiver of that room is live here.
+        Raises ``RoomError`` for a bad number, or if a receiver of that room is live here; ``ConfigError`` for what is no address.
         """
-        record = self._open_receiver(room_id(room, attempt), prefill, dp_rank)
         why = Reason.of(FailureCode.REJECTED, reason, "decode", self._core.rank)
+        record = self._open_receiver(room_id(room, attempt), prefill, dp_rank)
         self._core.table.apply("decode", record.id, ev.Fail(record.key.generation, why))
         self._core.table.clear(record)
 
     def _open(self, side: Side, room: RoomId, prefill: str = "") -> Room:
         if self.config.role not in (side, "both"):
             raise RoomError(f"room {room}: this manager's role is {self.config.role!r}; open its {side} side on a manager of that role")
-        if self._core.closing:
+        record = None if self._core.closing else self._core.table.open(side, room, prefill)
+        if self._core.closing:  # looked at again: nobody would end a room opened behind the back of ``close``
+            if record is not None:
+                self._core.table.clear(record)
             raise RoomError(f"room {room}: this manager is closing and takes no new rooms; use another instance")
-        record = self._core.table.open(side, room, prefill)
         if record is None:
             raise RoomError(f"room {room} is live on the {side} side here; clear it first, or open it with another attempt")
         return record
@@ -103,6 +107,8 @@ class KVManager:
 
     def _side(self, side: Side | None) -> Side:
         role = self.config.role
+        if side not in (None, "prefill", "decode"):
+            raise RoomError(f"side {side!r} is none; pass 'prefill' or 'decode'")
         if side is None and role == "both":
             raise RoomError("this manager has both sides; say side='prefill' or side='decode'")
         return side or ("prefill" if role == "prefill" else "decode")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from kvcore.errors import ConfigError, PageError
 
 Indices = npt.NDArray[np.int64]
+_BOOLS = frozenset((bool, np.bool_))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +75,11 @@ class Pool:
         _positive(name, "page_size", page_size)
         if num_pages > np.iinfo(np.int32).max:
             raise ConfigError(f"pool {name!r}: {num_pages} pages are more than an index of 31 bits names; split the pool")
+        if not isinstance(name, str) or not isinstance(dtype, str):
+            raise ConfigError(f"pool {name!r}: name and dtype {dtype!r} must be text")
         if not name or not regions:
             raise ConfigError(f"pool {name!r}: a pool needs a name and at least one region")
+        regions = [_plain(name, number, region) for number, region in enumerate(regions)]
         for number, region in enumerate(regions):
             if region.nbytes <= 0 or region.nbytes % num_pages:
                 raise ConfigError(
@@ -84,11 +89,11 @@ class Pool:
                 raise ConfigError(
                     f"pool {name!r}: region {number} at {region.ptr:#x} with {region.nbytes} bytes is outside the 64-bit range"
                 )
-        self.name = name
+        self.name = str(name)
         self.regions: tuple[Region, ...] = tuple(regions)
-        self.num_pages = num_pages
-        self.page_size = page_size
-        self.dtype = dtype
+        self.num_pages = int(num_pages)
+        self.page_size = int(page_size)
+        self.dtype = str(dtype)
         self._owners = tuple(owners)  # keeps the memory alive as long as the pool
 
     @classmethod
@@ -186,11 +191,28 @@ def _integers(name: str, pages: Iterable[int] | npt.ArrayLike, num_pages: int) -
         raise PageError(f"pool {name!r}: page indices have shape {array.shape}; pass one flat list")
     if array.size == 0:
         return np.empty(0, np.int64)
-    if array.dtype.kind not in "iu" or (array.dtype == np.uint64 and int(array.max()) > np.iinfo(np.int64).max):
-        bad = next((page for page in given if not isinstance(page, (int, np.integer)) or not 0 <= page < num_pages), given[0])
+    if array.dtype.kind not in "iu" or _has_bools(given) or (array.dtype == np.uint64 and int(array.max()) > np.iinfo(np.int64).max):
+        wrong = (page for page in given if not isinstance(page, (int, np.integer)) or isinstance(page, bool) or not 0 <= page < num_pages)
+        bad = next(wrong, given[0])
         what = f"page index {str(bad)!r} ({array.dtype})"
         raise PageError(f"pool {name!r}: {what} is not an integer in 0 .. {num_pages - 1}; pass physical page indices")
     return array.astype(np.int64)
+
+
+def _has_bools(given: object) -> bool:
+    """Whether a list has bools among its integers; in an array of integers there are none."""
+    return isinstance(given, list) and not _BOOLS.isdisjoint(map(type, given))
+
+
+def _plain(name: str, number: int, region: Region) -> Region:
+    """The region in plain numbers, as it travels, whatever kind of integers it was given in."""
+    if not isinstance(region.device, str) or not isinstance(region.part, str):
+        raise ConfigError(f"pool {name!r}: region {number} has device {region.device!r} and part {region.part!r}; both must be text")
+    try:
+        ptr, nbytes, layer = (operator.index(value) for value in (region.ptr, region.nbytes, region.layer))
+    except TypeError as error:
+        raise ConfigError(f"pool {name!r}: region {number}: {error}; ptr, nbytes and layer must be integers") from error
+    return Region(ptr, nbytes, str(region.device), layer, str(region.part))
 
 
 def _positive(name: str, what: str, value: int) -> int:
@@ -209,6 +231,8 @@ def _region(name: str, number: int, tensor: Any, part: str) -> tuple[Region, int
     length = _length(name, number, tensor)
     dtype = str(tensor.dtype).removeprefix("torch.")
     if isinstance(tensor, np.ndarray):
+        if tensor.dtype.hasobject:
+            raise ConfigError(f"pool {name!r}: tensor {number} holds Python objects, which mean nothing elsewhere; use a number dtype")
         if not tensor.flags.c_contiguous or not tensor.flags.writeable:
             raise ConfigError(f"pool {name!r}: tensor {number} is not contiguous and writable; allocate it whole, do not pass a view")
         return Region(int(tensor.ctypes.data), int(tensor.nbytes), "cpu:0", number, part), length, dtype

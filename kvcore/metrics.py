@@ -161,7 +161,7 @@ SUMMARIES = {
 }
 GAUGES = {
     "kvcore_rooms": "Rooms stored, by side and state.",
-    "kvcore_quarantined_pages": "Pages held because a ticket's end is not known to be quiescent.",
+    "kvcore_quarantined_pages": "Pages that wait for proof that no engine touches them.",
 }
 
 

@@ -9,7 +9,7 @@ from typing import cast
 
 import pluggy
 
-from kvcore.errors import KVCoreError
+from kvcore.errors import ConfigError, KVCoreError
 from kvcore.hookspecs import Event, Hooks
 
 log = logging.getLogger("kvcore.observers")
@@ -48,15 +48,18 @@ class Observers:
         self._thread = threading.Thread(target=self._run, name="kvcore-events", daemon=True)
 
     def add(self, plugin: object) -> None:
-        """Register an object with hook implementations or wrappers; a hook name that does not exist raises at once."""
+        """Register an object with hook implementations or wrappers; raises ``ConfigError`` for what cannot be one."""
         if isinstance(plugin, Interposer):
             plugin.attach(cast(Hooks, self._manager.hook))
-        self._manager.register(plugin)
+        if self._manager.is_registered(plugin):
+            raise ConfigError(f"observer {type(plugin).__name__} was added before; add each object once")
         try:
+            self._manager.register(plugin)
             self._manager.check_pending()
-        except pluggy.PluginValidationError:
-            self._manager.unregister(plugin)
-            raise
+        except pluggy.PluginValidationError as error:
+            if self._manager.is_registered(plugin):
+                self._manager.unregister(plugin)
+            raise ConfigError(f"observer {type(plugin).__name__} is refused: {' '.join(str(error).split())}; correct its hooks") from error
         if not self._watched and self._manager.hook.kvcore_on_event.get_hookimpls():
             self._watched = True
             self._thread.start()
@@ -71,7 +74,7 @@ class Observers:
         """Deliver what is queued and end the thread."""
         self._stopping = True
         self._bell.set()
-        if self._watched:
+        if self._watched and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
     def __len__(self) -> int:

@@ -21,11 +21,12 @@ from kvcore.planner import Layout
 from kvcore.process import known_gone
 from kvcore.protocol.messages import RoomMessage
 from kvcore.states import FailureCode, Side
-from kvcore.wire import Body, Hello, Introduction, Letter, Ping, Refuse, RoomBody, Stranger, Welcome, decode, encode
+from kvcore.wire import Body, Hello, Introduction, Letter, Ping, Refuse, RoomBody, Stranger, Welcome, checked, decode, encode, one_line
 
 log = logging.getLogger("kvcore.peers")
 
 LAST_HELLO_S = 2.0
+CLOSED = "it was closed"
 MAX_PAIRINGS = 4096
 """Pairings under way at once; further hellos are dropped and come again (P5)."""
 
@@ -84,8 +85,10 @@ class Peers:
             return
         if not isinstance(found, Endpoint):
             return self._refuse_link(link, FailureCode.BACKEND, f"the backend gave no endpoint for a peer: {error!r}")
-        body = Hello(link.pairing, self.me, found.data, tuple(found.keys), self._home.spoken_to())
-        link.hello = encode(self.me.instance, "", body)
+        try:
+            link.hello = checked(self.me.instance, "", Hello(link.pairing, self.me, found.data, tuple(found.keys), self._home.spoken_to()))
+        except (TypeError, ValueError) as unfit:
+            return self._refuse_link(link, FailureCode.BACKEND, f"the backend gave an endpoint that cannot travel: {unfit}")
         self._say_hello(link, time.monotonic())
 
     def _say_hello(self, link: Link, now: float) -> None:
@@ -123,17 +126,22 @@ class Peers:
         if isinstance(body, Welcome | Refuse | Stranger):
             return self._on_answer(route, letter)
         peer = self.peer("decode" if route.identity is None else "prefill", letter.source)
-        if peer is None:
-            return self._write(route, letter.source, Stranger())
+        if peer is None:  # where a hello of ours is out, it may be paired already from its side
+            return self._write(route, letter.source, Ping() if self._greets(route) else Stranger())
         self._hear(peer, route)
         if isinstance(body, RoomMessage) and not (peer.side == addressee(body) and self._home.got(peer.side, body, peer.party)):
             self.channel.note_bad(f"{type(body).__name__} of room {body.room} from {peer.instance} makes no sense here")
+
+    def _greets(self, route: Route) -> bool:
+        link = self._links.get(route.address)
+        return link is not None and link.route is route and link.peer is None
 
     def _on_foreign(self, route: Route, letter: Letter) -> None:
         """Another major version: the letter is dropped, but a hello is told why (P1)."""
         self.channel.note_bad(f"control protocol {letter.v} where {self.me.version[0]} is spoken, from {letter.source!r}")
         text = misfit(self.me, letter.body.me) if isinstance(letter.body, Hello) else None
         if isinstance(letter.body, Hello) and text is not None:
+            text = one_line(text)
             log.warning("refused to pair: %s", text)
             self._write(route, letter.source, Refuse(letter.body.pairing, text))
 
@@ -147,17 +155,17 @@ class Peers:
         if link is None or link.route is not route:
             peer = self.peer("prefill", letter.source)
             if isinstance(body, Stranger) and peer is not None:
-                self.lose(peer, "it does not know this instance any more", replaced=True)
+                self.lose(peer, _parting(body), replaced=not body.closing)
             return
         if isinstance(body, Welcome):
             self._on_welcome(link, letter, body)
         elif isinstance(body, Refuse) and body.pairing == link.pairing:
-            self._refuse_link(link, body.code, body.text)
+            self._refuse_link(link, body.code, one_line(body.text))
         elif isinstance(body, Stranger) and link.peer is not None:
-            text = "it does not know this instance any more"
+            text = _parting(body)
             if letter.source != link.peer.instance:
                 text = f"instance {letter.source} is at its address now"
-            self.lose(link.peer, text, replaced=True)
+            self.lose(link.peer, text, replaced=not body.closing)
 
     # --- pairing: prefill
 
@@ -186,11 +194,11 @@ class Peers:
         """The peer's layout, or why it does not fit (P1)."""
         text = misfit(self.me, theirs)
         if text is not None:
-            return text
+            return one_line(text)
         try:
             return Layout.of(theirs.pools, [info.region() for info in theirs.regions])
         except (KVCoreError, ValueError, OverflowError) as error:
-            return f"{theirs.instance} describes its memory wrongly: {error}"
+            return one_line(f"{theirs.instance} describes its memory wrongly: {error}")
 
     def _connect(self, theirs: hookspecs.Peer) -> Endpoint:
         endpoint = self._hooks.kvcore_endpoint()
@@ -201,14 +209,15 @@ class Peers:
         source = hello.me.instance
         if self._pairing_now.get(source) == hello.pairing:
             del self._pairing_now[source]
-        if not isinstance(found, Endpoint):
-            log.warning("the engine cannot reach %s: %s", source, error)
-            return self._write(
-                route, source, Refuse(hello.pairing, f"the prefill engine cannot reach this instance: {error}", FailureCode.BACKEND)
-            )
+        try:
+            if not isinstance(found, Endpoint):
+                raise error or TypeError(f"kvcore_endpoint returned {found!r:.100}")
+            welcome = checked(self.me.instance, source, Welcome(hello.pairing, self.me, found.data, tuple(found.keys)))
+        except BaseException as why:
+            log.warning("the engine cannot reach %s: %s", source, why)
+            text = f"the prefill engine cannot reach this instance: {why}"
+            return self._write(route, source, Refuse(hello.pairing, one_line(text), FailureCode.BACKEND))
         spoken = hello.spoken.get(self.me.instance, 0)
-        body = Welcome(hello.pairing, self.me, found.data, tuple(found.keys))
-        welcome = encode(self.me.instance, source, body)
         self._pair(Peer("prefill", hello.me, layout, hello.pairing, route, welcome, time.monotonic(), self.me.liveness_s, spoken))
         self.channel.send(route, welcome, time.monotonic())
 
@@ -253,7 +262,7 @@ class Peers:
             for link in [link for link in self._links.values() if link.peer is lost]:
                 self._drop_link(link)
         text = f"peer {peer.instance} lost: {text}"
-        log.warning("%s", text)
+        log.log(logging.INFO if text.endswith(CLOSED) else logging.WARNING, "%s", text)
         departed = self._departed[peer.instance] = Departed(peer.intro, gone)
         self._home.lost(peer.instance, text, replaced)
         self._home.event("peer_lost", peer=peer.instance, reason=text)
@@ -272,7 +281,7 @@ class Peers:
     def farewell(self) -> None:
         """Tell all peers, as well as it can be done, that this instance knows them no more: it is closing."""
         for peer in self.pairings.values():
-            self._write(peer.route, peer.instance, Stranger())
+            self._write(peer.route, peer.instance, Stranger(closing=True))
 
     def _disconnected(self, departed: Departed, fenced: bool) -> None:
         departed.disconnected = fenced
@@ -341,3 +350,7 @@ class Peers:
             "pairings": len(self._pairing_now),
             "departed_peers": len(self._departed),
         }
+
+
+def _parting(stranger: Stranger) -> str:
+    return CLOSED if stranger.closing else "it does not know this instance any more"

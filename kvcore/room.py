@@ -60,4 +60,4 @@ def room_id(room: object, attempt: object) -> RoomId:
     for what, value, most, text in (("room", room, MAX_ROOM, "2**63-1"), ("attempt", attempt, MAX_ATTEMPT, "2**31-1")):
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
             raise RoomError(f"{what} {value!r} ({type(value).__name__}) is refused; pass an integer in 0 .. {text}")
-    return RoomId(cast("int", room), cast("int", attempt))
+    return RoomId(int(cast("int", room)), int(cast("int", attempt)))  # plain ones: they travel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -50,14 +50,17 @@ class Reason(msgspec.Struct, frozen=True):
     """The first definite failure of a room and where it arose (contract S5)."""
 
     code: FailureCode
-    text: str
+    text: Annotated[str, msgspec.Meta(max_length=MAX_REASON_BYTES)]
     side: Side
     rank: int = 0
 
     @classmethod
     def of(cls, code: FailureCode, text: str, side: Side, rank: int = 0) -> Reason:
         """A reason whose text is cut to what may travel: 1 KiB of UTF-8."""
-        raw = text.encode("utf-8", "replace")[:MAX_REASON_BYTES]
+        try:
+            raw = str(text).encode("utf-8", "replace")[:MAX_REASON_BYTES]
+        except Exception:  # an abort never raises, whatever it is given (A1)
+            raw = f"a {type(text).__name__} that cannot be shown as text".encode()
         return cls(code, raw.decode("utf-8", "ignore"), side, rank)
 
     def __str__(self) -> str:

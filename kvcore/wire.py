@@ -18,7 +18,10 @@ from kvcore.states import FailureCode
 VERSION = (1, 0)
 MAX_LETTER_BYTES = 16 * 1024 * 1024
 
-Instance = Annotated[str, Meta(max_length=64)]
+Instance = Annotated[str, Meta(max_length=64, pattern=r"^[!-~]*\Z")]
+"""Printable ASCII without blanks: it is logged, so it may not forge lines."""
+Word = Annotated[str, Meta(max_length=128, pattern=r"^[ -~]*\Z")]
+MAX_TEXT = 1024
 Seconds = Annotated[float, Meta(gt=0)]
 Unsigned = Annotated[int, Meta(ge=0)]
 
@@ -56,11 +59,11 @@ class Introduction(msgspec.Struct, frozen=True):
     version: tuple[int, int]
     instance: Instance
     order: int
-    role: str
+    role: Word
     rank: Unsigned
     size: Annotated[int, Meta(ge=1, le=65536)]
-    backend: str
-    wire_version: str
+    backend: Word
+    wire_version: Word
     pools: tuple[PoolGeometry, ...]
     regions: tuple[RegionInfo, ...]
     liveness_s: Seconds
@@ -99,8 +102,9 @@ class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
 
 
 class Stranger(msgspec.Struct, frozen=True, tag="stranger"):
-    """I am this instance and do not know you, or am not whom you wrote to: introduce yourself."""
+    """I am this instance and do not know you, or am not whom you wrote to, or am ``closing``: introduce yourself."""
 
+    closing: bool = False
     version: tuple[int, int] = VERSION
 
 
@@ -129,6 +133,20 @@ _decoder = msgspec.msgpack.Decoder(Letter)
 def encode(source: str, to: str, body: Body) -> bytes:
     """One frame."""
     return _encoder.encode(Letter(VERSION[0], source, to, body))
+
+
+def checked(source: str, to: str, body: Body) -> bytes:
+    """One frame that is known to be readable; raises ``TypeError`` or ``ValueError`` if the other side could not take it."""
+    frame = encode(source, to, body)
+    if len(frame) > MAX_LETTER_BYTES:
+        raise ValueError(f"a letter of {len(frame)} bytes exceeds {MAX_LETTER_BYTES}")
+    decode(frame)
+    return frame
+
+
+def one_line(text: str) -> str:
+    """Text that may hold a peer's words, fit to be logged and sent: one line, and not without end."""
+    return "".join(char if char.isprintable() else " " for char in text[:MAX_TEXT])
 
 
 def decode(frame: bytes | memoryview) -> Letter:

@@ -149,9 +149,9 @@ def test_all_wrong_settings_are_told_at_once() -> None:
 
 def test_a_backend_that_is_not_allowed_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
-        Config(role="both", backend="nixl", security=Security(allowed_backends=("local", "mori")))
+        Config(role="both", backend="nixl", security=Security(backends=("local", "mori")))
     refused(error.value, "'nixl'", "'local', 'mori'")
-    assert Config(role="both", security=Security(allowed_backends=("local",))).backend == "local"
+    assert Config(role="both", security=Security(backends=("local",))).backend == "local"
 
 
 @pytest.mark.parametrize("settings", [Config(role="both"), Limits(), Topology(), Security()])
