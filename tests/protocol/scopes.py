@@ -64,8 +64,8 @@ BOUNDED = (
 )
 
 SLOW = (
-    Plan(TWO_ABORT, 600_000, complete=True),
+    Plan(TWO_ABORT, 470_000, complete=True),
     Plan(Scope(LINKS_2.name, links=2), 680_000, complete=True),
-    Plan(TWO_REJECT, 600_000, complete=True),
+    Plan(TWO_REJECT, 500_000, complete=True),
     Plan(TWO_ALL, 2_000_000),
 )
