@@ -150,13 +150,16 @@ class Channel:
     # --- on the control thread only
 
     def dial(self, address: Address) -> Route:
-        """A new route to an address."""
-        socket = self._socket(zmq.DEALER)
+        """A new route to an address; ``OSError`` if there is none to be had now."""
+        try:
+            socket = self._socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, error.strerror) from error
         try:
             socket.connect(address.zmq)
-        except zmq.ZMQError:
+        except zmq.ZMQError as error:
             socket.close()
-            raise
+            raise OSError(error.errno, error.strerror) from error
         route = Route(socket, address=str(address))
         self._routes[socket] = route
         self._poller.register(socket, zmq.POLLIN)

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ log = logging.getLogger("kvcore.http")
 T = TypeVar("T")
 
 STOP_S = 5.0
+COMPLAIN_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class HttpThread:
             if self._loop is not None or self._stopped:
                 return
             self._loop = asyncio.new_event_loop()
+            self._loop.set_exception_handler(_Complaints())
             self._thread.start()
 
     def stop(self, timeout_s: float = STOP_S) -> None:
@@ -169,6 +172,19 @@ class HttpThread:
             await asyncio.wait(tasks, timeout=1.0)
         if self._client is not None:
             await _guarded(self._client.close())
+
+
+class _Complaints:
+    """Logs what a loop complains of, such as having no file descriptor left to accept with, but not for each attempt (C107)."""
+
+    def __init__(self) -> None:
+        self._quiet_until = 0.0
+
+    def __call__(self, _loop: asyncio.AbstractEventLoop, context: Mapping[str, object]) -> None:
+        now = time.monotonic()
+        if now >= self._quiet_until:
+            self._quiet_until = now + COMPLAIN_EVERY_S
+            log.error("the HTTP thread goes on after: %s (%r)", context.get("message"), context.get("exception"))
 
 
 async def _guarded(closing: Coroutine[Any, Any, None]) -> None:

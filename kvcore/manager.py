@@ -83,7 +83,7 @@ class KVManager:
         return record
 
     def _open_receiver(self, room: RoomId, prefill: str, dp_rank: int | None) -> Room:
-        if dp_rank not in (None, 0):
+        if dp_rank is not None and (isinstance(dp_rank, bool) or not isinstance(dp_rank, int) or dp_rank):
             raise RoomError(f"room {room}: dp_rank is {dp_rank!r}; this version has one data-parallel rank, pass None or 0")
         return self._open("decode", room, str(addresses.parse(prefill, "prefill")))
 

@@ -12,12 +12,14 @@ from kvcore.wire import Process
 
 def this_process() -> Process:
     """This process, as one on the same host can look it up."""
-    return Process(_host(), os.getpid(), _started(os.getpid()))
+    return Process(_host(), os.getpid(), _started(os.getpid()) or "")
 
 
 def known_gone(process: Process) -> bool:
     """True only if the process ran on this host, in this process namespace, and is no more. Silence is not knowledge."""
-    return process.host == _host() and process.started != "" and _started(process.pid) != process.started
+    if process.host != _host() or not process.started:
+        return False
+    return _started(process.pid) not in (process.started, None)
 
 
 @functools.cache
@@ -30,11 +32,23 @@ def _host() -> str:
         return f"unknown/{socket.gethostname()}/{os.getpid()}"
 
 
-def _started(pid: int) -> str:
-    """When a process was started, in clock ticks since boot; "" if there is none (a zombie counts as gone)."""
+def _started(pid: int) -> str | None:
+    """When a process was started, in clock ticks since boot; "" if there is none (a zombie counts as gone); None: cannot be known now."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    except (FileNotFoundError, ProcessLookupError):
+        return "" if _no_such(pid) else None  # /proc may hide the processes of others
+    except OSError:  # such as no file descriptor left
+        return None
     fields = stat.rpartition(")")[2].split()
     return "" if fields[0] in "ZX" else fields[19]
+
+
+def _no_such(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)  # sends nothing
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False

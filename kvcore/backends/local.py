@@ -15,6 +15,7 @@ import queue
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -74,6 +75,7 @@ class LocalBackend:
         self._links: dict[str, Connection] = {}  # the outgoing ones, by peer
         self._jobs: set[Job] = set()  # all that have not been reported ended
         self._memory: list[tuple[Region, memoryview]] = []
+        self.refused = 0  # connections that came and were not let in (P5)
         self._issued = self._floor = 0  # number of the newest token; the newest number that is void for everybody
         self._fences: dict[str, int] = {}  # the newest number that is void for this peer
 
@@ -218,6 +220,9 @@ class LocalBackend:
                 reason = f"link to peer {connection.peer} ended: {connection.broken}"
                 job.state = TicketState(TicketKind.FAILED, reason, quiescent=not job.begun, peer_broken=not stopped)
             connection.sock.close()
+            self.refused += (refused := not (stopped or connection.peer))
+        if refused and (self.refused <= 10 or self.refused % 1000 == 0):
+            self._context.logger.warning("connection to the data port refused (number %d): %s", self.refused, why[:200])
 
     def _stop(self, which: Callable[[Connection], bool], why: str) -> None:
         """End connections and wait for their threads; ``RuntimeError`` if one goes on."""
@@ -274,17 +279,24 @@ class LocalBackend:
                 with contextlib.suppress(queue.Empty):
                     listener.jobs.get(timeout=0.05)
 
+    def _let_in(self, incoming: Connection) -> None:
+        """Take a hello, which must be here in ``connect_s``, and accept it; raises if it cannot be."""
+        line, until = b"", time.monotonic() + self._options.connect_s
+        while not line.endswith(b"\n") and len(line) < TEXT_BYTES:
+            incoming.sock.settimeout(max(until - time.monotonic(), 0.001))
+            line += incoming.sock.recv(1) or b"\n"
+        token, peer = msgspec.json.decode(line, type=tuple[bytes, str])
+        with self._lock:
+            if token[:16] != self._secret or int.from_bytes(token[16:], "little") <= max(self._floor, self._fences.get(peer, 0)):
+                raise PermissionError(f"{peer!r:.99} shows a token of others, or one that is good no longer")
+            incoming.peer = peer  # from here on a disconnect finds it: a fence has no gap
+        incoming.sock.settimeout(None)
+        incoming.sock.sendall(WELCOME)
+
     def _read(self, incoming: Connection) -> None:
+        self._let_in(incoming)
+        problem = ""
         with incoming.sock.makefile("rb") as file:
-            incoming.sock.settimeout(self._options.connect_s)
-            token, peer = msgspec.json.decode(file.readline(TEXT_BYTES), type=tuple[bytes, str])
-            with self._lock:
-                if token[:16] != self._secret or int.from_bytes(token[16:], "little") <= max(self._floor, self._fences.get(peer, 0)):
-                    return
-                incoming.peer = peer  # from here on a disconnect finds it: a fence has no gap
-            incoming.sock.settimeout(None)
-            incoming.sock.sendall(WELCOME)
-            problem = ""
             while not incoming.broken and (head := file.read(len(MAGIC) + 2)).startswith(MAGIC):
                 if not (count := int.from_bytes(head[len(MAGIC) :], "little")):
                     incoming.sock.sendall(problem.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))

@@ -195,7 +195,7 @@ class _Turn:
         if message.state is KVPoll.FAILED:
             self.set_source(life, replace(source, state=KVPoll.FAILED))
             return self.fail(message.reason or Reason(FailureCode.INTERNAL, "the sender gave no reason", "prefill", source.party.rank))
-        if not source.published:
+        if not source.published or message.state is source.state:
             return
         if message.state is KVPoll.SUCCESS and message.record:
             life = replace(life, record=message.record)
