@@ -10,7 +10,7 @@ def misfit(mine: Introduction, theirs: Introduction) -> str | None:
     for check in (_protocol, _backend, _roles, _pools, _limits):
         text = check(mine, theirs)
         if text is not None:
-            return f"{mine.instance} ({mine.role}) and {theirs.instance} ({theirs.role}) do not fit: {text}"
+            return f"{mine.instance} ({mine.role}, here) and {theirs.instance} ({theirs.role}, there) do not fit: {text}"
     return None
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from kvcore import addresses
 from kvcore.errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -139,6 +140,8 @@ class Config(_Model):
     def _checks(self) -> Config:
         if self.host in ("0.0.0.0", "::", "[::]", "*"):
             raise ValueError(f"host {self.host!r} is a wildcard that peers cannot reach; give an address, and use bind for the wildcard")
+        if self.admin is not None:
+            addresses.parse(self.admin, "admin", any_port=True)
         allowed = self.security.backends
         if allowed is not None and self.backend.partition("@")[0] not in allowed:
             raise ValueError(f"backend {self.backend!r} is not among security.backends {list(allowed)}; add it or choose another")

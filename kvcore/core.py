@@ -324,6 +324,8 @@ class Core:
             if self._closed:
                 return
             self.closing = True
+            if KVPoll.TRANSFERRING in self._statuses():
+                log.info("closing: rooms in transfer have up to drain_s (%g s) to end", self.config.limits.drain_s)
             self._wait_until(lambda: KVPoll.TRANSFERRING not in self._statuses(), self.config.limits.drain_s)
             for side, room, _, record in self.table.states():
                 if record is not None and not record.status.terminal:
@@ -377,6 +379,8 @@ class Core:
 
 
 def _by_name(pools: Sequence[Pool]) -> dict[str, Pool]:
+    if isinstance(pools, Pool) or not all(isinstance(pool, Pool) for pool in pools):
+        raise ConfigError(f"pools is {pools!r:.100}; pass a list of kvcore.Pool")
     named = {pool.name: pool for pool in pools}
     if not named or len(named) != len(pools):
         raise ConfigError(f"pools {[pool.name for pool in pools]}: give at least one pool, each with a name of its own")

@@ -281,7 +281,8 @@ class Peers:
     def farewell(self) -> None:
         """Tell all peers, as well as it can be done, that this instance knows them no more: it is closing."""
         for peer in self.pairings.values():
-            self._write(peer.route, peer.instance, Stranger(closing=True))
+            if peer.instance != self.me.instance:
+                self._write(peer.route, peer.instance, Stranger(closing=True))
 
     def _disconnected(self, departed: Departed, fenced: bool) -> None:
         departed.disconnected = fenced

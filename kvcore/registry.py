@@ -160,7 +160,7 @@ def _choose(wanted: str) -> InstalledBackend:
         raise BackendNotFoundError(f"backend {name!r} is not offered by distribution {distribution!r}; choose from {offers}")
     known = {backend.name for backend in installed}
     raise BackendNotFoundError(
-        f"no backend {name!r} is installed{_near(name, known.union(PUBLISHED))}; "
+        f"no backend {name!r} is installed{_near(name, known.union(PUBLISHED) - {name})}; "
         f"installed are: {', '.join(sorted(known)) or 'none'}; to add one: pip install kvcore-{_canonical(name) or '<name>'}"
     )
 

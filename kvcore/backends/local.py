@@ -75,8 +75,8 @@ class LocalBackend:
         self._links: dict[str, Connection] = {}  # the outgoing ones, by peer
         self._jobs: set[Job] = set()  # all that have not been reported ended
         self._memory: list[tuple[Region, memoryview]] = []
-        self.refused = 0  # connections that came and were not let in (P5)
         self._issued = self._floor = 0  # number of the newest token; the newest number that is void for everybody
+        self.refused = 0  # connections that were not let in (P5)
         self._fences: dict[str, int] = {}  # the newest number that is void for this peer
 
     @hookimpl
@@ -159,8 +159,7 @@ class LocalBackend:
             if (link := self._links.get(transfer.peer)) is None or link.broken:
                 why = f"peer {transfer.peer} is not connected ({link.broken if link else 'no link'})"
                 return TicketState(TicketKind.FAILED, why, quiescent=True, peer_broken=True)
-            job = Job(transfer, link)
-            self._jobs.add(job)
+            self._jobs.add(job := Job(transfer, link))
             link.jobs.put(job)
         return job
 
@@ -288,7 +287,7 @@ class LocalBackend:
         token, peer = msgspec.json.decode(line, type=tuple[bytes, str])
         with self._lock:
             if token[:16] != self._secret or int.from_bytes(token[16:], "little") <= max(self._floor, self._fences.get(peer, 0)):
-                raise PermissionError(f"{peer!r:.99} shows a token of others, or one that is good no longer")
+                raise PermissionError(f"{peer!r:.99} does not show a token that is good")
             incoming.peer = peer  # from here on a disconnect finds it: a fence has no gap
         incoming.sock.settimeout(None)
         incoming.sock.sendall(WELCOME)
