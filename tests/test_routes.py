@@ -1,0 +1,223 @@
+"""From a prefill address to sender ranks: what a search does when another instance answers than the one looked up (P3, P4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from kvcore import FailureCode, KVManager, KVPoll
+from kvcore.bootstrap import Group, LookupFailure, RankInfo
+from kvcore.bootstrap_client import Directory
+from kvcore.faults import ControlTap
+from kvcore.pairing import Peer, Waiter
+from kvcore.peers import Peers
+from kvcore.protocol.events import Party
+from kvcore.routes import Routes, Search
+from kvcore.wire import Join, Letter
+from tests.helpers import Duo, ended, manager, memory, number, stays, wait_until
+
+ADDRESS = "127.0.0.1:7"
+
+
+def group_of(instance: str) -> Group:
+    return Group(1, (RankInfo(0, 1, "127.0.0.1:9", instance, 1, "fake"),))
+
+
+class FakeDirectory:
+    """Answers when told, and keeps what it is asked."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, Callable[[Group | LookupFailure], None]] = {}
+        self.asked = 0
+        self.forgotten: list[tuple[str, Group | None]] = []
+
+    def lookup(self, address: str, on_result: Callable[[Group | LookupFailure], None]) -> int:
+        self.asked += 1
+        self.waiting[self.asked] = on_result
+        return self.asked
+
+    def answer(self, result: Group | LookupFailure) -> None:
+        _, on_result = self.waiting.popitem()
+        on_result(result)
+
+    def drop(self, token: int) -> None:
+        self.waiting.pop(token, None)
+
+    def forget(self, address: str, used: Group | None = None) -> None:
+        self.forgotten.append((address, used))
+
+    def last_error(self, address: str) -> str | None:
+        return "connection refused" if address == ADDRESS else None
+
+    def sizes(self) -> dict[str, int]:
+        return {"lookups": len(self.waiting)}
+
+
+class FakePeers:
+    """Whoever waits for a link waits until told who is there."""
+
+    def __init__(self) -> None:
+        self.waiters: list[tuple[str, Waiter]] = []
+
+    def link(self, address: str, waiter: Waiter) -> None:
+        self.waiters.append((address, waiter))
+
+    def answer(self, instance: str) -> None:
+        self.waiters.pop()[1].paired(peer(instance))
+
+
+def peer(instance: str) -> Peer:
+    return cast(Peer, SimpleNamespace(instance=instance, party=Party(instance, 0, 1)))
+
+
+class Asked:
+    """A search under way, and what came of it."""
+
+    def __init__(self) -> None:
+        self.directory, self.peers = FakeDirectory(), FakePeers()
+        self.routes = Routes(cast(Directory, self.directory), cast(Peers, self.peers), lambda call: call())
+        self.wanted = True
+        self.found: list[tuple[Party, ...]] = []
+        self.failures: list[tuple[FailureCode, str]] = []
+        self.find()
+
+    def find(self) -> None:
+        self.routes.find(Search(ADDRESS, lambda: self.wanted, self.found.append, lambda code, text: self.failures.append((code, text))))
+
+
+def test_p3_where_another_instance_answers_the_service_is_asked_once_more() -> None:
+    asked = Asked()
+    asked.directory.answer(group_of("prefill-1"))
+    asked.peers.answer("prefill-2")
+    assert asked.directory.forgotten == [(ADDRESS, group_of("prefill-1"))] and asked.directory.asked == 2
+    assert asked.found == [] and asked.failures == []
+    asked.directory.answer(group_of("prefill-2"))
+    asked.peers.answer("prefill-2")
+    [parties] = asked.found
+    assert [party.instance for party in parties] == ["prefill-2"]
+    assert asked.routes.sizes() == {"searches": 0, "groups": 1, "directory_lookups": 0}
+
+
+def test_p3_where_the_service_says_otherwise_for_good_both_are_named() -> None:
+    asked = Asked()
+    for _ in range(2):
+        asked.directory.answer(group_of("prefill-1"))
+        asked.peers.answer("prefill-2")
+    assert asked.directory.asked == 2 and asked.found == []
+    [(code, text)] = asked.failures
+    assert code is FailureCode.PEER_LOST and "expected instance prefill-1 at 127.0.0.1:9 and found prefill-2" in text
+
+
+def test_p4_the_group_of_a_lost_peer_is_asked_for_anew_and_no_other() -> None:
+    asked = Asked()
+    asked.directory.answer(group_of("prefill-1"))
+    asked.peers.answer("prefill-1")
+    asked.routes.lost("prefill-9")
+    assert asked.directory.forgotten == [] and asked.routes.sizes()["groups"] == 1
+    asked.routes.lost("prefill-1")
+    assert asked.directory.forgotten == [(ADDRESS, group_of("prefill-1"))] and asked.routes.sizes()["groups"] == 0
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_c7_a_search_that_no_room_wants_any_more_is_dropped(answered: bool) -> None:
+    asked = Asked()
+    if answered:
+        asked.directory.answer(group_of("prefill-1"))
+    asked.routes.prune()
+    assert asked.routes.sizes()["searches"] == 1
+    asked.wanted = False
+    asked.routes.prune()
+    assert asked.routes.sizes()["searches"] == asked.routes.sizes()["directory_lookups"] == 0
+    if answered:
+        _, waiter = asked.peers.waiters[0]
+        assert not waiter.wanted()
+        waiter.paired(peer("prefill-1"))
+        waiter.refused(FailureCode.BACKEND, "too late")
+    assert asked.found == [] and asked.failures == []
+
+
+def test_p4_a_failed_search_forgets_what_it_used_and_tells_its_room_once() -> None:
+    asked = Asked()
+    asked.directory.answer(group_of("prefill-1"))
+    _, waiter = asked.peers.waiters[0]
+    waiter.refused(FailureCode.INCOMPATIBLE, "pages differ")
+    waiter.refused(FailureCode.BACKEND, "again")
+    assert asked.failures == [(FailureCode.INCOMPATIBLE, "pages differ")]
+    assert asked.directory.forgotten == [(ADDRESS, group_of("prefill-1"))]
+    asked.find()
+    asked.directory.answer(LookupFailure(ADDRESS, "is this a prefill group's address?"))
+    assert asked.failures[1][0] is FailureCode.PEER_LOST and ADDRESS in asked.failures[1][1]
+
+
+def test_s8_a_time_out_says_why_the_other_side_was_not_reached() -> None:
+    routes = Asked().routes
+    assert routes.why(ADDRESS) == f"prefill {ADDRESS}: connection refused" and routes.why("127.0.0.1:8") == ""
+
+
+# --- running managers
+
+
+def replaced(stack: ExitStack, old: KVManager, closing: Callable[[ControlTap], object]) -> KVManager:
+    """Another prefill instance at the ports of ``old``, which ends; ``closing`` says which of its last letters are lost."""
+    ports = {"port": old.control.port, "bootstrap_port": int(old.address.rpartition(":")[2])}
+    with ControlTap(old) as tap:
+        closing(tap)
+        old.close()
+    return stack.enter_context(manager("prefill", memory(32, seed=6), limits={"orphan_s": 5.0}, **ports))
+
+
+def test_p3_a_receiver_that_has_met_no_sender_finds_the_instance_that_replaced_prefill() -> None:
+    with ExitStack() as stack:
+        source, target = memory(32, seed=6), memory(32)
+        old = stack.enter_context(manager("prefill", source, limits={"orphan_s": 5.0}))
+        decode = stack.enter_context(manager("decode", target, limits={"orphan_s": 5.0}))
+        with ControlTap(old) as tap:
+            receiver = decode.receiver(number(), old.address)
+            receiver.receive([4, 5])
+            wait_until(lambda: any(isinstance(seen.letter.body, Join) for seen in tap.seen))
+        new = replaced(stack, old, lambda tap: tap.drop())  # as if killed: nobody hears of it
+        assert new.address == old.address and new.instance != old.instance
+        stays(lambda: receiver.poll() is KVPoll.BOOTSTRAPPING, 0.1)
+        sender = new.sender(receiver.room)
+        sender.send([2, 3], last=True)
+        ended(sender, KVPoll.SUCCESS)
+        ended(receiver, KVPoll.SUCCESS)
+        assert Duo(new, decode, source, target).equal([2, 3], [4, 5])
+        wait_until(lambda: decode.stats().peers == new.stats().peers == 1)
+
+
+def test_p3_a_receiver_that_has_met_its_sender_fails_when_prefill_is_replaced() -> None:
+    with ExitStack() as stack:
+        old = stack.enter_context(manager("prefill", memory(32, seed=6), limits={"orphan_s": 5.0}))
+        decode = stack.enter_context(manager("decode", memory(32), limits={"orphan_s": 5.0}))
+        sender, receiver = old.sender(number()), None
+        receiver = decode.receiver(sender.room, old.address)
+        wait_until(lambda: receiver.poll() is KVPoll.WAITING_FOR_INPUT)
+        new = replaced(stack, old, lambda tap: tap.drop())
+        ended(receiver, KVPoll.FAILED)
+        assert receiver.failure is not None and receiver.failure.code is FailureCode.PEER_LOST
+        assert f"instance {new.instance} is at its address now" in receiver.failure.reason
+
+
+def test_close_a_receiver_that_only_hears_the_farewell_is_told_that_prefill_was_closed() -> None:
+    def farewell_only(letter: Letter, outgoing: bool) -> bool:
+        return type(letter.body).__name__ != "Stranger"
+
+    with ExitStack() as stack:
+        old = stack.enter_context(manager("prefill", memory(32, seed=6), limits={"orphan_s": 5.0}))
+        decode = stack.enter_context(manager("decode", memory(32), limits={"orphan_s": 5.0}))
+        sender = old.sender(number())
+        receiver = decode.receiver(sender.room, old.address)
+        wait_until(lambda: receiver.poll() is KVPoll.WAITING_FOR_INPUT)
+        with ControlTap(old) as tap:
+            tap.drop(farewell_only)
+            old.close()
+        ended(receiver, KVPoll.FAILED)
+        assert receiver.failure is not None and receiver.failure.code is FailureCode.PEER_LOST
+        assert receiver.failure.reason.endswith("lost: it was closed")
+        of_its_group = ("links", "groups", "directory_groups")
+        wait_until(lambda: not any(decode.stats().stores[name] for name in of_its_group), what="C7, P4: its group is forgotten")
