@@ -132,7 +132,7 @@ class Ledger:
     @property
     def pending_clears(self) -> int:
         """Lifetimes cleared whose backend state has not been dropped yet."""
-        return self._to_forget - self._forgotten + self._hooks.owed
+        return 0 if self._stopping else self._to_forget - self._forgotten + self._hooks.owed  # a closed engine holds nothing
 
     @property
     def quarantined_pages(self) -> int:
