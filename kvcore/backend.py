@@ -23,7 +23,7 @@ class Backend:
     """A loaded backend and the plugin manager it is registered with. Raises the errors of B2."""
 
     def __init__(self, name: str, options: Mapping[str, object]) -> None:
-        self.plugins, self._plugin, self.info = registry.plugin_manager(registry.load_backend(name))
+        self.plugins, _, self.info = registry.plugin_manager(registry.load_backend(name))
         self._options = registry.validated_options(self.info, options)
         hooks = cast(Hooks, self.plugins.hook)
         self.hooks = cast(Hooks, OneAtATime(hooks)) if self.info.capabilities.exclusive else hooks

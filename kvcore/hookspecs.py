@@ -27,8 +27,6 @@ API_VERSION = (1, 0)
 hookspec = pluggy.HookspecMarker("kvcore")
 hookimpl = pluggy.HookimplMarker("kvcore")
 
-Array = npt.NDArray[np.generic]
-
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvcore.protocol.messages import AnyRoomMessage, PoolPages
-from kvcore.states import FailureCode, Reason, RoomId, Side
+from kvcore.states import FailureCode, KVPoll, Reason, RoomId, Side
 
 
 class Party(NamedTuple):
@@ -191,6 +191,13 @@ class Unproven:
 
 
 Effect = Send | Start | Cancel | Seek | Forget | Unproven
+
+LIMIT_OF = {
+    KVPoll.BOOTSTRAPPING: "bootstrap_s",
+    KVPoll.WAITING_FOR_INPUT: "input_s",
+    KVPoll.TRANSFERRING: "transfer_s",
+}
+"""The limit of each state that is not terminal (S8); the same on both sides."""
 
 
 def timed_out(room: RoomId, limit: str, waited_for: str, note: str) -> str:

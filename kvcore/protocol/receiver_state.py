@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcore.protocol.events import Party, Send, Timer
+from kvcore.protocol.events import LIMIT_OF, Party, Send, Timer
 from kvcore.protocol.messages import Abort, Destination, Join, PoolPages
 from kvcore.states import KVPoll, Reason, RoomId
 
@@ -92,20 +92,13 @@ class Receiver:
         return self.life is None and not (self.drains or self.unrouted)
 
 
-_LIMITS = {
-    KVPoll.BOOTSTRAPPING: "bootstrap_s",
-    KVPoll.WAITING_FOR_INPUT: "input_s",
-    KVPoll.TRANSFERRING: "transfer_s",
-}
-
-
 def timers(state: Receiver) -> tuple[Timer, ...]:
     """The limits that must be running in this state (S8, C1). ``receive`` restarts ``input_s``."""
     wanted: list[Timer] = []
     life = state.life
     if life is not None and not life.state.terminal:
         restarted = life.state is KVPoll.WAITING_FOR_INPUT and life.pages is not None
-        wanted.append(Timer(_LIMITS[life.state], ("state", life.generation, restarted)))
+        wanted.append(Timer(LIMIT_OF[life.state], ("state", life.generation, restarted)))
     for drain in state.drains:
         wanted.append(Timer("quarantine_s" if drain.published else "orphan_s", ("drain", drain.party.instance, drain.rg)))
     wanted += [Timer("orphan_s", ("unrouted", item.rg)) for item in state.unrouted]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcore.protocol.events import Pair, Party, Send, Timer
+from kvcore.protocol.events import LIMIT_OF, Pair, Party, Send, Timer
 from kvcore.protocol.messages import PoolPages, Status
 from kvcore.states import KVPoll, Reason, RoomId
 
@@ -123,7 +123,7 @@ def timers(state: Sender) -> tuple[Timer, ...]:
     wanted: list[Timer] = []
     life = state.life
     if life is not None and not life.state.terminal:
-        wanted.append(Timer(_LIMITS[life.state], ("state", life.generation)))
+        wanted.append(Timer(LIMIT_OF[life.state], ("state", life.generation)))
     wanted += [Timer("quarantine_s", ("ticket", flight.pair, chunk)) for flight in state.flights for chunk in sorted(flight.stuck)]
     wanted += [Timer("orphan_s", ("word", word.pair)) for word in state.words]
     wanted += [Timer("mark_s", ("mark", mark.generation)) for mark in state.marks]
@@ -142,13 +142,6 @@ def release_safe(state: Sender, generation: int) -> bool:
         return False
     life = state.life
     return life is None or life.generation != generation or life.state.terminal or not life.handed
-
-
-_LIMITS = {
-    KVPoll.BOOTSTRAPPING: "bootstrap_s",
-    KVPoll.WAITING_FOR_INPUT: "input_s",
-    KVPoll.TRANSFERRING: "transfer_s",
-}
 
 
 def tell(room: RoomId, word: Word) -> Send:
