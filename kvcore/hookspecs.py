@@ -11,7 +11,7 @@ import enum
 import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,8 @@ class Capabilities:
     """The engine writes only while the writer's process lives: a peer known to be dead is fenced (R4)."""
     needs_progress: bool = False
     """``kvcore_progress`` must be called for writes to arrive here."""
+    descriptors: Literal["flat", "pages"] = "flat"
+    """With ``pages`` a transfer is of one pool and names its pages too, for engines that prepare a list of all of them once."""
     max_descriptors: int | None = None
     """Most descriptors of one transfer; the core splits above it."""
     max_bytes: int | None = None
@@ -73,6 +75,18 @@ class BackendInfo:
     """The version of the hooks it was written for."""
     options: type[BaseModel] = NoOptions
     capabilities: Capabilities = field(default_factory=Capabilities)
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """Something of an engine, or of what it finds here, for a person who looks for a fault."""
+
+    name: str
+    """Such as "engine", "libibverbs" or "transports"."""
+    value: str
+    """Such as "0.3.7", "missing" or "tcp, rdma"."""
+    advice: str = ""
+    """What to do about it, if something should be done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +141,11 @@ class Transfer:
     remote_base: npt.NDArray[np.uint64]
     chunk: int = 0
     """Which chunk of the room this is, or is a part of; counts from 1 and leaves out empty chunks."""
+    pool: str = ""
+    """For ``descriptors="pages"``: the one pool it is of. The same bytes as the descriptors are: ``local_pages[i]`` to ``remote_pages[i]``
+    in every region of the pool. Empty where a single page is above the limits; then there are descriptors only."""
+    local_pages: npt.NDArray[np.int64] | None = None
+    remote_pages: npt.NDArray[np.int64] | None = None
 
     @property
     def local_address(self) -> npt.NDArray[np.uint64]:
@@ -193,6 +212,12 @@ class KVCoreSpec:
     @hookspec(firstresult=True)
     def kvcore_backend_info(self) -> BackendInfo:  # type: ignore[empty-body]
         """Required. Names, versions, options model and capabilities."""
+
+    @hookspec(firstresult=True)
+    def kvcore_facts(self) -> list[Fact]:  # type: ignore[empty-body]
+        """What ``kvcore doctor`` shows beside its own check. Default: nothing. Called on an instance that is never opened, in a process
+        of its own and by no manager, so it also tells why an engine cannot start; it may load the engine's library.
+        """
 
     @hookspec(firstresult=True)
     def kvcore_open(self, options: BaseModel, context: OpenContext) -> None:
@@ -276,6 +301,7 @@ class Hooks(Protocol):
     """The hooks as the core calls them: by keyword, one result each. A test keeps it equal to the specs."""
 
     def kvcore_backend_info(self) -> BackendInfo: ...
+    def kvcore_facts(self) -> list[Fact]: ...
     def kvcore_open(self, *, options: BaseModel, context: OpenContext) -> None: ...
     def kvcore_register(self, *, regions: Sequence[Region]) -> None: ...
     def kvcore_unregister(self, *, regions: Sequence[Region]) -> None: ...

@@ -108,6 +108,14 @@ def plan(local: Layout, remote: Layout, pages: Mapping[str, tuple[Indices, Indic
     return out
 
 
+def check_listed(remote: Layout, listed: Mapping[str, Indices]) -> None:
+    """Raise ``PageError`` unless all that a destination lists, for whatever chunk, are pages of the peer's pools, each once (T1, T2)."""
+    for name, pages in listed.items():
+        num_pages = _place(remote, name).geometry.num_pages
+        check_pages(name, pages, num_pages)
+        check_distinct(name, pages, num_pages)
+
+
 def split(descriptors: Descriptors, max_descriptors: int | None, max_bytes: int | None) -> Iterator[Descriptors]:
     """Cut into batches of at most ``max_descriptors`` descriptors and ``max_bytes`` bytes (None: no limit), order kept.
 
@@ -153,13 +161,14 @@ def _check_regions(geometry: PoolGeometry, first: int, regions: Sequence[Region]
             )
         if not 0 < region.ptr <= 2**64 - region.nbytes:
             raise IncompatiblePeerError(
-                f"pool {geometry.name!r}: region {number} at {region.ptr:#x} with {region.nbytes} bytes is outside the 64-bit range"
+                f"pool {geometry.name!r}: region {number} at {region.ptr:#x} with {region.nbytes} bytes is outside the 64-bit range; "
+                "it must describe allocated memory"
             )
 
 
 def _place(layout: Layout, name: str) -> PoolPlace:
     if name not in layout.pools:
-        raise PageError(f"there is no pool {name!r}; the pools are {', '.join(map(repr, layout.pools))}")
+        raise PageError(f"there is no pool {name!r}; choose from {', '.join(map(repr, layout.pools))}")
     return layout.pools[name]
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
 from kvcore.hookspecs import Capabilities, Ticket, Transfer
-from kvcore.planner import Layout, plan, split
+from kvcore.memory import Indices
+from kvcore.planner import Layout, check_listed, plan, split
 from kvcore.protocol import events as ev
 from kvcore.protocol.sender_state import Life
 from kvcore.room import Chunk, Room
@@ -71,17 +72,41 @@ class Entry:
 def transfers(entry: Entry, local: Layout, remote: Layout, capabilities: Capabilities) -> Iterator[Transfer]:
     """The chunk as transfers that the backend can take: its pages and, place for place, those the destination listed (T1).
 
-    Raises the planner's errors for pages or pools that do not fit (T2, T3).
+    Raises the planner's errors for pages or pools that do not fit (T2, T3). Of a destination all is checked before its first page moves.
     """
     life = entry.room.life
     assert isinstance(life, Life)
     dest = next(dest for dest in life.dests if life.pair(dest) == entry.pair)
     listed = {item.pool: np.frombuffer(item.pages, "<i4").astype(np.int64) for item in dest.pages}
+    check_listed(remote, listed)
     pages = {}
     for pool, mine in entry.chunk.pages.items():
         first = entry.chunk.offset[pool]
         pages[pool] = mine, listed[pool][first : first + mine.size]
-    whole = plan(local, remote, pages)
-    for part in split(whole, capabilities.max_descriptors, capabilities.max_bytes):
-        arrays = (part.local_region, part.remote_region, part.local_offset, part.remote_offset, part.length)
-        yield Transfer(entry.room.key, entry.pair.peer, *arrays, local.base, remote.base, entry.number)
+    for batch in _batches(local, pages, capabilities):
+        parts = list(split(plan(local, remote, batch), capabilities.max_descriptors, capabilities.max_bytes))
+        names = next(iter(batch.items())) if capabilities.descriptors == "pages" and len(parts) == 1 else None
+        for part in parts:
+            arrays = (part.local_region, part.remote_region, part.local_offset, part.remote_offset, part.length)
+            transfer = Transfer(entry.room.key, entry.pair.peer, *arrays, local.base, remote.base, entry.number)
+            yield replace(transfer, pool=names[0], local_pages=names[1][0], remote_pages=names[1][1]) if names else transfer
+
+
+Pages = Mapping[str, tuple[Indices, Indices]]
+
+
+def _batches(local: Layout, pages: Pages, capabilities: Capabilities) -> Iterator[Pages]:
+    """What is planned at once: all of it, or for a backend that takes pages as many of one pool as one transfer may have."""
+    if capabilities.descriptors != "pages":
+        yield pages
+        return
+    for pool, (mine, theirs) in pages.items():
+        page_bytes = local.pools[pool].page_bytes
+        most = mine.size
+        if capabilities.max_descriptors is not None:
+            most = min(most, capabilities.max_descriptors // page_bytes.size)
+        if capabilities.max_bytes is not None:
+            most = min(most, capabilities.max_bytes // int(page_bytes.sum()))
+        for start in range(0, mine.size, max(1, most)):
+            cut = slice(start, start + max(1, most))
+            yield {pool: (mine[cut], theirs[cut])}

@@ -137,6 +137,7 @@ def test_an_argument_that_the_hook_does_not_have_is_refused() -> None:
         ({"capabilities": Capabilities(max_bytes=0)}, "max_bytes=0"),
         ({"capabilities": Capabilities(max_descriptors=-1)}, "max_descriptors=-1"),
         ({"capabilities": Capabilities(parallel=0)}, "parallel=0"),
+        ({"capabilities": Capabilities(descriptors="rows")}, "descriptors='rows'"),
         ({"capabilities": None}, "BackendInfo"),
         ({"options": dict}, "BackendInfo"),
         ({"api_version": "1.0"}, "BackendInfo"),
