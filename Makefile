@@ -28,7 +28,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 bench: $(STAMP)
-	set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
+	set -e; for kind in rooms bandwidth idle plan; do echo "== $$kind"; $(BIN)/kvcore bench $$kind $(ARGS); done
 
 install: $(STAMP)
 

@@ -46,16 +46,14 @@ if TYPE_CHECKING:
         Transfer as Transfer,
         hookimpl as hookimpl,
     )
+    from kvcore.installed import list_backends as list_backends
     from kvcore.manager import KVManager as KVManager
     from kvcore.memory import (
         Pool as Pool,
         Region as Region,
     )
     from kvcore.metrics import TransferMetrics as TransferMetrics
-    from kvcore.registry import (
-        list_backends as list_backends,
-        load_backend as load_backend,
-    )
+    from kvcore.registry import load_backend as load_backend
     from kvcore.states import (
         FailureCode as FailureCode,
         KVPoll as KVPoll,
@@ -101,16 +99,14 @@ _NAMES = {
         "Transfer",
         "hookimpl",
     ),
+    "kvcore.installed": ("list_backends",),
     "kvcore.manager": ("KVManager",),
     "kvcore.memory": (
         "Pool",
         "Region",
     ),
     "kvcore.metrics": ("TransferMetrics",),
-    "kvcore.registry": (
-        "list_backends",
-        "load_backend",
-    ),
+    "kvcore.registry": ("load_backend",),
     "kvcore.states": (
         "FailureCode",
         "KVPoll",

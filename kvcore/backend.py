@@ -11,7 +11,7 @@ from kvcore.config import Config
 from kvcore.errors import BackendLoadError, ConfigError, KVCoreError, RegistrationError
 from kvcore.exclusive import OneAtATime
 from kvcore.hookspecs import Hooks, OpenContext
-from kvcore.memory import Region
+from kvcore.memory import PoolGeometry, Region
 
 log = logging.getLogger("kvcore.backend")
 
@@ -28,7 +28,7 @@ class Backend:
         hooks = cast(Hooks, self.plugins.hook)
         self.hooks = cast(Hooks, OneAtATime(hooks)) if self.info.capabilities.exclusive else hooks
 
-    def open(self, config: Config, instance: str, regions: Sequence[Region]) -> None:
+    def open(self, config: Config, instance: str, pools: tuple[PoolGeometry, ...], regions: Sequence[Region]) -> None:
         """Start the engine and register all memory, or undo what was done and raise (B3). Slow thread."""
         kinds = {region.device.partition(":")[0] for region in regions}
         unfit = sorted(kinds - self.info.capabilities.memory)
@@ -38,7 +38,7 @@ class Backend:
         host = addresses.parse_host(config.host, "host")
         bind = addresses.parse_host(config.bind or config.host, "bind")
         logger = logging.getLogger(f"kvcore.backends.{self.info.name}")
-        context = OpenContext(instance, config.role, config.topology.rank, host, bind, logger)
+        context = OpenContext(instance, config.role, config.topology.rank, host, bind, logger, pools)
         try:
             self._start(context)
             self._register(regions)
@@ -50,8 +50,8 @@ class Backend:
         fault = _fault(self.hooks.kvcore_open, options=self._options, context=context)
         if fault is not None:
             raise BackendLoadError(
-                f"backend {self.info.name!r} did not start as {context.side} rank {context.rank} on host {context.host!r}, "
-                f"bind {context.bind!r}: kvcore_open {fault.text}; "
+                f"backend {self.info.name!r} {self.info.version} did not start as {context.side} rank {context.rank} "
+                f"on host {context.host!r}, bind {context.bind!r}: kvcore_open {fault.text}; "
                 "check its options, these addresses, and the devices and environment variables that its engine needs"
             ) from fault.error
 

@@ -46,12 +46,12 @@ class Channel:
         self,
         bind: Address,
         setting: str,
-        heartbeat_s: float,
+        keepalive_s: float,
         on_frame: Callable[[Route, bytes], None],
         on_tick: Callable[[float], float | None],
     ) -> None:
         self._on_frame, self._on_tick = on_frame, on_tick
-        self._heartbeat_ms = max(100, int(heartbeat_s * 1000))
+        self._keepalive_s = max(1, round(keepalive_s))
         self._calls: deque[Callable[[], object]] = deque()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -91,8 +91,12 @@ class Channel:
         socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
         socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_LETTER_BYTES)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, self._heartbeat_ms)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * self._heartbeat_ms)
+        # The kernel closes connections to hosts that are gone. No ZMTP heartbeats: libzmq 4.3 aborts the whole process when one is due
+        # on a broken connection whose letters are not read fast enough.
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, self._keepalive_s)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, self._keepalive_s)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         return socket
@@ -141,6 +145,11 @@ class Channel:
     def alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()
+
+    @property
+    def calls(self) -> int:
+        """Calls that wait for the control thread."""
+        return len(self._calls)
 
     @property
     def sockets(self) -> int:

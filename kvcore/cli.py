@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
         code = INTERRUPTED
     except Exception as error:
         if isinstance(error, _usage_error()):
-            return _fail(f"{error.format_message().rstrip('.')}; see kvcore --help", USAGE)
+            return _fail(f"{error.format_message().rstrip('.')}; see {_command(error)} --help", USAGE)
         if debug:
             sys.stderr.write(getattr(error, "trace", "") or traceback.format_exc())
         return _fail(str(error) or type(error).__name__, FAILED)
@@ -45,7 +45,9 @@ def application() -> "typer.Typer":
     """All commands. Each lives with the part it belongs to; a command finds in ``context.obj`` whether ``--debug`` was given."""
     import typer
 
+    from kvcore.bench.command import bench
     from kvcore.demo.command import demo
+    from kvcore.doctor.command import backends, doctor
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -63,7 +65,9 @@ def application() -> "typer.Typer":
         """Move the KV cache of requests from prefill to decode instances."""
         context.obj = debug
 
-    app.command()(demo)
+    for command in (backends, doctor, demo):
+        app.command()(command)
+    app.add_typer(bench)
     return app
 
 
@@ -72,6 +76,11 @@ def _usage_error() -> Any:
     import typer
 
     return typer.BadParameter.__bases__[0]
+
+
+def _command(error: Any) -> str:
+    """The command that was used wrongly, as it is called."""
+    return error.ctx.command_path if error.ctx is not None else "kvcore"
 
 
 def _fail(text: str, code: int) -> int:

@@ -7,10 +7,13 @@ import math
 import os
 import re
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from kvcore import addresses
 from kvcore.errors import ConfigError
@@ -48,17 +51,48 @@ class _Model(BaseModel):
             raise ConfigError(describe(type(self).__name__, error)) from error
 
 
-def describe(what: str, error: ValidationError) -> str:
-    """One line for a pydantic error: each wrong setting with the value it had and what is allowed."""
+def describe(what: str, error: ValidationError, places: Mapping[str, str] = MappingProxyType({})) -> str:
+    """One line for a pydantic error: each wrong setting with the value it had and what is allowed.
+
+    ``places`` maps full names of settings to where their values came from, which is told too.
+    """
     parts = []
-    for item in error.errors():
-        name = ".".join(str(part) for part in item["loc"]) or what
-        message = " ".join(item["msg"].removeprefix("Value error, ").split())
+    for name, item in _wrong(error):
+        message = _ADVICE.get(item["type"]) or " ".join(item["msg"].removeprefix("Value error, ").split())
         whole = item["type"] == "value_error" and isinstance(item["input"], (dict, BaseModel))
         told = item["type"] == "missing" or whole or repr(item["input"]) in message
         value = "" if told else f", got {item['input']!r}"
-        parts.append(f"{name}: {message[:1].lower()}{message[1:]}{value}")
+        subject = f"{name}: " if name else ""
+        parts.append(f"{subject}{message[:1].lower()}{message[1:]}{value}{_origins(name, message, places)}")
     return f"{what} refused: " + "; ".join(parts)
+
+
+_ADVICE = {"missing": "required and not set, set it", "extra_forbidden": "there is no such setting, correct its name or remove it"}
+
+
+def _wrong(error: ValidationError, prefix: tuple[int | str, ...] = ()) -> Iterator[tuple[str, ErrorDetails]]:
+    """What is wrong by the full name of the setting, nested models included; "" if only the settings together are."""
+    for item in error.errors():
+        path = (*prefix, *item["loc"])
+        inner = item.get("ctx", {}).get("error")
+        if isinstance(inner, ConfigError) and isinstance(inner.__cause__, ValidationError):
+            yield from _wrong(inner.__cause__, path)
+        else:
+            yield ".".join(map(str, path)), item
+
+
+def _origins(name: str, message: str, places: Mapping[str, str]) -> str:
+    """Where a setting came from; of a table, where those settings in it came from that the message is about."""
+    found = [place for full, place in places.items() if full == name or (_parent(full) == name and _leaf(full) in message.split())]
+    return f" (from {', '.join(found)})" if found else ""
+
+
+def _parent(full: str) -> str:
+    return full.rpartition(".")[0]
+
+
+def _leaf(full: str) -> str:
+    return full.rpartition(".")[2]
 
 
 class Limits(_Model):
@@ -158,7 +192,18 @@ class Config(_Model):
         origin: dict[str, str] = {}
         for place, values in ((str(path), _from_file(path)), ("environment", _from_environment()), ("argument", overrides)):
             _merge(merged, values, place, origin, "")
-        return cls(**merged)
+        try:
+            return cls(**merged)
+        except ConfigError as error:
+            if not isinstance(error.__cause__, ValidationError):
+                raise
+            raise ConfigError(describe(cls.__name__, error.__cause__, _told(origin))) from error.__cause__
+
+
+def _told(origin: Mapping[str, str]) -> dict[str, str]:
+    """Where settings came from as a person looks for it: a file, or the variable by its name; not those given as arguments."""
+    variables = {full: f"KVCORE_{full.upper().replace('.', '__')}" for full, place in origin.items() if place == "environment"}
+    return {full: variables.get(full, place) for full, place in origin.items() if place != "argument"}
 
 
 def _from_file(path: str | Path | None) -> dict[str, Any]:

@@ -149,8 +149,7 @@ class ControlTap:
             return 1
         self._seen.append(Seen(letter, outgoing))
         peer = letter.to if outgoing else letter.source
-        self._routes.pop(peer, None)
-        self._routes[peer] = route
+        self._routes = {**{name: known for name, known in self._routes.items() if name != peer}, peer: route}  # read by other threads
         rule = next((rule for rule in self._rules if rule.takes(letter, outgoing)), None)
         if rule is None:
             return 1

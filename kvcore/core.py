@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,12 +23,13 @@ from kvcore.errors import ConfigError
 from kvcore.hookspecs import Event
 from kvcore.http import HttpThread
 from kvcore.ledger import Ledger
+from kvcore.logs import LimitsLog
 from kvcore.memory import Pool, Region
 from kvcore.metrics import Metrics
 from kvcore.observers import Observers
 from kvcore.peers import Peers
 from kvcore.planner import Layout
-from kvcore.process import this_process
+from kvcore.process import instance_id, this_process
 from kvcore.protocol import events as ev
 from kvcore.protocol.messages import Destination
 from kvcore.room import Room, room_id
@@ -58,13 +58,14 @@ class Core:
         self.config = config = config if config.host else config.model_copy(update={"host": addresses.own_host()})
         self.pools: Mapping[str, Pool] = _by_name(pools)
         self.rank = config.topology.rank
-        self.instance = f"{config.role}-{secrets.token_hex(8)}"
+        self.instance = instance_id(config.role)
         self.closing = self._closed = False
         self._close_lock = threading.Lock()
         self._changed = threading.Event()
         self._collected: list[Room] = []
         self._undo: list[Callable[[], object]] = []
         self._metrics = Metrics()
+        self._limits_log = LimitsLog(log)
         self._service: BootstrapService | None = None
         try:
             self._start()
@@ -93,7 +94,7 @@ class Core:
         self._undo.append(lambda: self.observers.stop(STOP_S))
         self._slow = SlowThread("kvcore-slow")
         self._undo.append(lambda: self._slow.stop(STOP_S))
-        self._slow.run(lambda: backend.open(config, self.instance, regions)).result()
+        self._slow.run(lambda: backend.open(config, self.instance, geometries, regions)).result()
         self._undo.append(lambda: self._close_backend(regions))
         self._peers = Peers(me, limits.send_s, backend.hooks, backend.info.capabilities, self)
         self._ledger = Ledger(
@@ -138,12 +139,17 @@ class Core:
     def stats(self) -> ManagerStats:
         """What this manager holds now."""
         stores = self._service.sizes() if self._service is not None else {}
-        stores |= self.table.sizes() | self.routes.sizes() | self._peers.sizes() | self._ledger.worker_sizes()
+        stores |= self.table.sizes() | self.routes.sizes() | self._peers.sizes() | self._ledger.sizes()
         stores |= {
             "ledger_tickets": self._ledger.tickets,
             "pending_clears": self._ledger.pending_clears,
             "backend_rooms": self._ledger.backend_rooms,
             "events": len(self.observers),
+            "records": self.table.records,
+            "collected": len(self._collected),
+            "control_calls": self.channel.calls,
+            "slow_calls": self._slow.calls,
+            "http_calls": self._http.calls,
         }
         counters = self._counted().counters()
         return ManagerStats(
@@ -234,6 +240,7 @@ class Core:
         if state.terminal and old is not None:
             self._metrics.ended(room.key.side, state, reason.code if reason is not None else None, room.meter.read(time.monotonic()))
             self._changed.set()
+            self._limits_log.ended(room.key.side, reason)
         if room.key.side == "decode":
             self._ledger.wake()
         self.event("status", room.key, state=state.name, reason=str(reason or ""))
@@ -383,5 +390,5 @@ def _by_name(pools: Sequence[Pool]) -> dict[str, Pool]:
         raise ConfigError(f"pools is {pools!r:.100}; pass a list of kvcore.Pool")
     named = {pool.name: pool for pool in pools}
     if not named or len(named) != len(pools):
-        raise ConfigError(f"pools {[pool.name for pool in pools]}: give at least one pool, each with a name of its own")
+        raise ConfigError(f"pools are named {[pool.name for pool in pools]}; give at least one pool, each with a name of its own")
     return named

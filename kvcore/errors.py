@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvcore.states import FailureCode, Reason, RoomId, Side
 
 
@@ -49,11 +51,36 @@ class IncompatiblePeerError(KVCoreError):
     """Two instances cannot be paired (P1); the text names both values."""
 
 
+NEXT_STEP: Mapping[FailureCode, str] = {
+    FailureCode.ABORTED: "start the request again if it is still wanted",
+    FailureCode.REJECTED: "answer the request with this reason",
+    FailureCode.TIMEOUT: "see why that took so long, or raise the limit",
+    FailureCode.PEER_LOST: "try another instance, or this one once it is back",
+    FailureCode.INCOMPATIBLE: "set both sides up alike",
+    FailureCode.BACKEND: "see the log of that side and of its engine",
+    FailureCode.BAD_PAGES: "correct the lists of pages of that request",
+    FailureCode.NO_SUCH_ROOM: "open the sender when the request arrives, and use a number once",
+    FailureCode.RESOURCES: "try later, or another instance",
+    FailureCode.SHUTDOWN: "try another instance",
+    FailureCode.INTERNAL: "report it with the log of that side",
+}
+"""What to do about a failed room, by its code."""
+
+
+def cause(error: BaseException) -> str:
+    """Type and text of what foreign code raised; its text may raise as well (T7)."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException:
+        return f"{type(error).__name__}, which cannot be shown as text"
+
+
 class KVTransferError(KVCoreError):
-    """A room has failed. Carries the first reason and where it arose (S5)."""
+    """A room has failed. Carries the first reason, word for word, and where it arose (S5); its own text is one line all the same."""
 
     def __init__(self, room: RoomId, reason: Reason) -> None:
-        super().__init__(f"room {room} failed: {reason}")
+        line = "".join(char if char.isprintable() else " " for char in str(reason))
+        super().__init__(f"room {room} failed: {line}; {NEXT_STEP[reason.code]}")
         self.room: int = room.number
         self.attempt: int = room.attempt
         self.reason: str = reason.text

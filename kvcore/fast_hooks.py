@@ -6,6 +6,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable
 
+from kvcore.errors import cause
 from kvcore.exclusive import HookBusy
 from kvcore.hookspecs import PENDING, RETRY, Hooks, NothingPosted, Ticket, TicketKind, TicketState, Transfer
 from kvcore.states import RoomKey
@@ -31,7 +32,7 @@ class FastHooks:
             return TicketState(TicketKind.FAILED, str(error) or "nothing posted", quiescent=True)
         except BaseException as error:
             self._log_error("kvcore_transfer", transfer.room)
-            return TicketState(TicketKind.FAILED, f"transfer raised {_cause(error)}")
+            return TicketState(TicketKind.FAILED, f"transfer raised {cause(error)}")
         if result is None:
             return TicketState(TicketKind.FAILED, "transfer returned no ticket")
         if isinstance(result, TicketState) and result.kind is TicketKind.PENDING:
@@ -50,7 +51,7 @@ class FastHooks:
         except BaseException as error:
             if len(tickets) == 1:
                 self._log_error("kvcore_poll", None)
-                return [TicketState(TicketKind.FAILED, f"poll raised {_cause(error)}")]
+                return [TicketState(TicketKind.FAILED, f"poll raised {cause(error)}")]
         return [state for ticket in tickets for state in self.poll([ticket])]
 
     def progress(self) -> None:
@@ -112,7 +113,3 @@ def _sound(state: object) -> TicketState:
     if isinstance(state, TicketState) and isinstance(state.kind, TicketKind):
         return state
     return TicketState(TicketKind.FAILED, f"the backend reported {str(state)[:100]}, which is no state of a ticket")
-
-
-def _cause(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

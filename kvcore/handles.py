@@ -183,7 +183,7 @@ class Handle:
             pages = {next(iter(pools)): pages}
         unknown = sorted(str(name) for name in pages if name not in pools)
         if unknown:
-            raise PageError(f"room {self._room.id}: unknown pools {unknown}; the pools are {sorted(pools)}")
+            raise PageError(f"room {self._room.id}: unknown pools {unknown}; choose from {sorted(pools)}")
         checked = {name: pools[name].indices(pages[name]) for name in pools if name in pages}
         return {name: indices for name, indices in checked.items() if indices.size}
 
@@ -278,7 +278,7 @@ class Receiver(Handle):
         given = dict(prefix_pages) if isinstance(prefix_pages, Mapping) else {next(iter(pools)): prefix_pages}
         for name, count in given.items():
             if name not in pools:
-                raise PageError(f"room {self._room.id}: prefix_pages names pool {name!r}; the pools are {sorted(pools)}")
+                raise PageError(f"room {self._room.id}: prefix_pages names pool {name!r}; choose from {sorted(pools)}")
             if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 2**31:
                 raise PageError(f"room {self._room.id}: prefix_pages of pool {name!r} is {count!r}; pass a number of pages, 0 or more")
         return {name: int(count) for name, count in given.items()}

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pluggy
 from pydantic import BaseModel
 
-from kvcore.memory import Region
+from kvcore.memory import PoolGeometry, Region
 from kvcore.states import RoomKey
 
 API_VERSION = (1, 0)
@@ -102,6 +102,8 @@ class OpenContext:
     bind: str
     """The address to listen on."""
     logger: logging.Logger
+    pools: tuple[PoolGeometry, ...] = ()
+    """What the regions that will be registered are made of, pool by pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,8 @@ class Peer:
     id: str
     endpoint: Endpoint
     regions: tuple[Region, ...]
+    pools: tuple[PoolGeometry, ...] = ()
+    """What its regions are made of, pool by pool."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -108,6 +108,11 @@ class HttpThread:
         gone.cancel()
         return gone
 
+    @property
+    def calls(self) -> int:
+        """Coroutines that run, with those that keep a rank registered."""
+        return len(self._running)
+
     def serve(self, app: web.Application, host: str, port: int, setting: str) -> int:
         """Serve ``app`` until ``stop``; returns the bound port (``port`` 0: any free one). Called from another thread.
 

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from kvcore.errors import KVCoreError
+from kvcore.errors import KVCoreError, cause
 from kvcore.fast_hooks import FastHooks
 from kvcore.hookspecs import RETRY, Capabilities, Hooks, Ticket, TicketKind, TicketState
 from kvcore.metrics import Metrics
@@ -47,9 +47,10 @@ class Ledger:
         ended: Callable[[Room, ev.Ended], None],
         broken: Callable[[str, str], None],
         receiving: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hooks, self._capabilities, self._local = FastHooks(hooks), capabilities, local
-        self._ticket_s, self._metrics = ticket_s, metrics
+        self._ticket_s, self._metrics, self._clock = ticket_s, metrics, clock
         self._peer, self._ended, self._broken, self._receiving = peer, ended, broken, receiving
         self._commands: deque[Callable[[], None]] = deque()
         self._entries: dict[tuple[ev.Pair, RoomKey, int], Entry] = {}
@@ -120,9 +121,9 @@ class Ledger:
         """Whether the thread runs, and not too many workers are stuck."""
         return self.alive and self._workers.healthy
 
-    def worker_sizes(self) -> dict[str, int]:
-        """Workers, lanes and stuck workers of a ``blocking`` backend."""
-        return self._workers.sizes()
+    def sizes(self) -> dict[str, int]:
+        """Orders not taken yet; workers, lanes and stuck workers of a ``blocking`` backend."""
+        return {"orders": len(self._commands)} | self._workers.sizes()
 
     @property
     def tickets(self) -> int:
@@ -146,14 +147,14 @@ class Ledger:
     # --- the progress thread
 
     def _run(self) -> None:
-        idle_since = time.monotonic()
+        idle_since = self._clock()
         while not self._stopping:
             try:
-                busy = self._turn(time.monotonic())
+                busy = self.turn()
             except BaseException:
                 log.exception("the progress thread goes on after an error")
                 busy = False
-            now = time.monotonic()
+            now = self._clock()
             if busy:
                 idle_since = now
             self._rest(now - idle_since)
@@ -177,9 +178,9 @@ class Ledger:
     def _must_progress(self) -> bool:
         return self._capabilities.needs_progress and bool(self._entries or self._receiving())
 
-    def _turn(self, now: float) -> bool:
-        """One round; True if anything moved."""
-        moved = bool(self._commands)
+    def turn(self) -> bool:
+        """One round, on the progress thread; True if anything moved."""
+        now, moved = self._clock(), bool(self._commands)
         self._hooks.catch_up()
         for _ in range(len(self._commands)):
             self._guarded(self._commands.popleft())
@@ -230,7 +231,7 @@ class Ledger:
             return False
         except BaseException as error:
             log.exception("room %s: chunk %d cannot be planned", entry.room.id, entry.number)
-            self._fail(entry, FailureCode.INTERNAL, f"chunk {entry.number}: {type(error).__name__}: {error}")
+            self._fail(entry, FailureCode.INTERNAL, f"chunk {entry.number}: {cause(error)}")
             return False
         entry.planned = True
         entry.waiting.extend(Part(transfer) for transfer in planned)
@@ -246,12 +247,12 @@ class Ledger:
 
     def _work(self, entry: Entry, part: Part) -> None:
         """On a worker: make the call, unless the room has failed or the peer fallen silent while the part waited."""
-        now = time.monotonic()
+        now = self._clock()
         result: Ticket | TicketState = RETRY
         if self._may_start(entry, now):
             self._order(lambda: self._begin(entry, part, now))
             result = self._call(entry, part)
-        self._order(lambda: self._returned(entry, part, result, time.monotonic()))
+        self._order(lambda: self._returned(entry, part, result, self._clock()))
 
     def _call(self, entry: Entry, part: Part) -> Ticket | TicketState:
         part.peer = self._peer(entry.pair.peer)
@@ -377,7 +378,7 @@ class Ledger:
         self._forgotten += 1
 
     def _drop(self, chosen: Callable[[Entry], bool]) -> None:
-        now = time.monotonic()
+        now = self._clock()
         running: list[Part] = []
         for name, entry in [item for item in self._entries.items() if chosen(item[1])]:
             del self._entries[name]

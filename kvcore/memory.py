@@ -78,7 +78,7 @@ class Pool:
         if not isinstance(name, str) or not isinstance(dtype, str):
             raise ConfigError(f"pool {name!r}: name and dtype {dtype!r} must be text")
         if not name or not regions:
-            raise ConfigError(f"pool {name!r}: a pool needs a name and at least one region")
+            raise ConfigError(f"pool {name!r}: it has {len(regions)} regions; give it a name and at least one region")
         regions = [_plain(name, number, region) for number, region in enumerate(regions)]
         for number, region in enumerate(regions):
             if region.nbytes <= 0 or region.nbytes % num_pages:
@@ -87,7 +87,8 @@ class Pool:
                 )
             if not 0 < region.ptr <= 2**64 - region.nbytes:
                 raise ConfigError(
-                    f"pool {name!r}: region {number} at {region.ptr:#x} with {region.nbytes} bytes is outside the 64-bit range"
+                    f"pool {name!r}: region {number} at {region.ptr:#x} with {region.nbytes} bytes is outside the 64-bit range; "
+                    "pass the address of allocated memory"
                 )
         self.name = str(name)
         self.regions: tuple[Region, ...] = tuple(regions)
@@ -120,7 +121,7 @@ class Pool:
             region, rows_here, dtype_here = _region(name, number, tensor, part)
             if rows_here != length:
                 raise ConfigError(
-                    f"pool {name!r}: tensor {number} has {rows_here} rows and tensor 0 has {length}; one page index addresses all"
+                    f"pool {name!r}: tensor {number} has {rows_here} rows and tensor 0 has {length}; give all as many, for one page index"
                 )
             if dtype_here != dtype:
                 raise ConfigError(f"pool {name!r}: tensor {number} is {dtype_here} and tensor 0 is {dtype}; put them in separate pools")
@@ -173,9 +174,7 @@ def check_distinct(name: str, pages: Indices, num_pages: int) -> None:
     ordered = np.sort(pages)
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
     if twice.size:
-        raise PageError(
-            f"pool {name!r}: page index {twice[0]} is listed twice (pool has {num_pages} pages); each page may stand once in a list"
-        )
+        raise PageError(f"pool {name!r}: page index {twice[0]} is listed twice (pool has {num_pages} pages); list each page once")
 
 
 def _integers(name: str, pages: Iterable[int] | npt.ArrayLike, num_pages: int) -> Indices:
@@ -207,11 +206,11 @@ def _has_bools(given: object) -> bool:
 def _plain(name: str, number: int, region: Region) -> Region:
     """The region in plain numbers, as it travels, whatever kind of integers it was given in."""
     if not isinstance(region.device, str) or not isinstance(region.part, str):
-        raise ConfigError(f"pool {name!r}: region {number} has device {region.device!r} and part {region.part!r}; both must be text")
+        raise ConfigError(f"pool {name!r}: region {number} has device {region.device!r} and part {region.part!r}; pass text for both")
     try:
         ptr, nbytes, layer = (operator.index(value) for value in (region.ptr, region.nbytes, region.layer))
     except TypeError as error:
-        raise ConfigError(f"pool {name!r}: region {number}: {error}; ptr, nbytes and layer must be integers") from error
+        raise ConfigError(f"pool {name!r}: region {number}: {error}; pass integers for ptr, nbytes and layer") from error
     return Region(ptr, nbytes, str(region.device), layer, str(region.part))
 
 

@@ -110,4 +110,4 @@ def other_side(side: Side) -> Side:
 
 
 def engine_peer(intro: Introduction, data: bytes, keys: tuple[bytes, ...]) -> hookspecs.Peer:
-    return hookspecs.Peer(intro.instance, Endpoint(data, list(keys)), tuple(info.region() for info in intro.regions))
+    return hookspecs.Peer(intro.instance, Endpoint(data, list(keys)), tuple(info.region() for info in intro.regions), intro.pools)

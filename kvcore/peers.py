@@ -14,7 +14,7 @@ import time
 from kvcore import addresses, hookspecs
 from kvcore.channel import Channel, Route
 from kvcore.compat import misfit
-from kvcore.errors import KVCoreError
+from kvcore.errors import KVCoreError, cause
 from kvcore.hookspecs import Capabilities, Endpoint, Hooks
 from kvcore.pairing import Departed, Home, Link, Peer, Waiter, addressee, engine_peer, other_side
 from kvcore.planner import Layout
@@ -214,8 +214,8 @@ class Peers:
                 raise error or TypeError(f"kvcore_endpoint returned {found!r:.100}")
             welcome = checked(self.me.instance, source, Welcome(hello.pairing, self.me, found.data, tuple(found.keys)))
         except BaseException as why:
-            log.warning("the engine cannot reach %s: %s", source, why)
-            text = f"the prefill engine cannot reach this instance: {why}"
+            log.warning("the engine cannot reach %s: %s", source, cause(why))
+            text = f"the prefill engine cannot reach this instance: {cause(why)}"
             return self._write(route, source, Refuse(hello.pairing, one_line(text), FailureCode.BACKEND))
         spoken = hello.spoken.get(self.me.instance, 0)
         self._pair(Peer("prefill", hello.me, layout, hello.pairing, route, welcome, time.monotonic(), self.me.liveness_s, spoken))
@@ -243,7 +243,7 @@ class Peers:
         if self._links.get(link.address) is not link:
             return
         if error is not None:
-            return self._refuse_link(link, FailureCode.BACKEND, f"the decode engine cannot reach {welcome.me.instance}: {error}")
+            return self._refuse_link(link, FailureCode.BACKEND, f"the decode engine cannot reach {welcome.me.instance}: {cause(error)}")
         peer = Peer("decode", welcome.me, layout, welcome.pairing, link.route, b"", time.monotonic(), self.me.liveness_s)
         link.peer = peer
         self._pair(peer)
@@ -348,6 +348,7 @@ class Peers:
         return {
             "peers": len(self.pairings),
             "links": len(self._links),
+            "link_waiters": sum(len(link.waiters) for link in list(self._links.values())),
             "pairings": len(self._pairing_now),
             "departed_peers": len(self._departed),
         }

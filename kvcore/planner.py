@@ -124,7 +124,7 @@ def split(descriptors: Descriptors, max_descriptors: int | None, max_bytes: int 
     """
     for what, limit in (("max_descriptors", max_descriptors), ("max_bytes", max_bytes)):
         if limit is not None and limit < 1:
-            raise ConfigError(f"{what} is {limit}, which no batch can keep; a backend declares at least 1, or None for no limit")
+            raise ConfigError(f"{what} is {limit}, which no batch can keep; declare at least 1, or None for no limit")
     if not len(descriptors):
         return
     if max_bytes is not None:

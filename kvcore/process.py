@@ -1,13 +1,19 @@
-"""Whether a process on this host is still there: the evidence that R4 asks for."""
+"""What one run is called, and whether a process on this host is still there: the evidence that R4 asks for."""
 
 from __future__ import annotations
 
 import functools
 import os
+import secrets
 import socket
 from pathlib import Path
 
 from kvcore.wire import Process
+
+
+def instance_id(role: str) -> str:
+    """A name for one run of a manager: 64 bits of the system's own, so that processes forked from one do not draw alike."""
+    return f"{role}-{secrets.token_hex(8)}"
 
 
 def this_process() -> Process:

@@ -1,62 +1,25 @@
-"""Finding, loading and checking backends: the entry points of the group ``kvcore.backends`` (B1, B2).
+"""Loading and checking backends (B1, B2).
 
-Listing reads metadata only. Loading imports the one backend asked for. Everything that can be wrong with a backend is told here, before
-an engine is started, each fault as its own error with the next step in it.
+Loading imports the one backend asked for. Everything that can be wrong with a backend is told here, before an engine is started, each
+fault as its own error with the next step in it.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib.metadata
-import logging
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
 import pluggy
 from pydantic import BaseModel, ValidationError
 
 from kvcore.config import describe
-from kvcore.errors import BackendConflictError, BackendLoadError, BackendNotFoundError, BackendOptionsError, BackendVersionError
-from kvcore.hookspecs import API_VERSION, REQUIRED, BackendInfo, Capabilities, KVCoreSpec, hookimpl
+from kvcore.errors import BackendLoadError, BackendOptionsError, BackendVersionError
+from kvcore.hookspecs import API_VERSION, REQUIRED, BackendInfo, Capabilities, Fact, KVCoreSpec, hookimpl
+from kvcore.installed import GROUP, InstalledBackend, cause, find_backend, near
 from kvcore.states import RoomKey
 
-GROUP = "kvcore.backends"
-PUBLISHED = ("ascend", "mooncake", "mori", "nixl")
-"""Names of this project's own plugins, each in a distribution ``kvcore-<name>``: near matches even where none is installed."""
-
-log = logging.getLogger("kvcore.registry")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class InstalledBackend:
-    """One entry point of the group: what it offers and who offers it. ``entry_point`` is ``module:class``; nothing is imported."""
-
-    name: str
-    distribution: str
-    version: str
-    entry_point: str
-
-    def __str__(self) -> str:
-        return f"backend {self.name!r} of {self.distribution} {self.version}"
-
-
-def list_backends() -> list[InstalledBackend]:
-    """All installed backends, sorted by name and distribution. Imports none and never raises (B1).
-
-    A distribution whose entry points cannot be read is logged and left out. Of a distribution that stands on ``sys.path`` twice the
-    first counts, as it does for imports.
-    """
-    found: dict[tuple[str, str], InstalledBackend] = {}
-    try:
-        for distribution in importlib.metadata.distributions():
-            for backend in _offered(distribution):
-                found.setdefault((backend.name, _canonical(backend.distribution)), backend)
-    except Exception as error:  # a foreign path hook may raise anything
-        log.warning("the list of installed distributions ends early (%s); backends may be missing from it", _cause(error))
-    return sorted(found.values())
 
 
 def load_backend(name: str) -> type:
@@ -65,7 +28,7 @@ def load_backend(name: str) -> type:
     For the check one instance is made and dropped; an instance opens nothing until ``kvcore_open``. Raises ``BackendNotFoundError``,
     ``BackendConflictError``, ``BackendLoadError`` or ``BackendVersionError``; each says the next step and chains its cause (B2).
     """
-    chosen = _choose(name)
+    chosen = find_backend(name)
     backend_class = _guarded(lambda: _import(chosen), f"{chosen} cannot be imported", f"try 'import {_module(chosen)}', or reinstall it")
     if not isinstance(backend_class, type):
         raise BackendLoadError(f"{chosen} is a {type(backend_class).__name__}, not a class; its entry point must name the backend's class")
@@ -104,18 +67,24 @@ def validated_options(info: BackendInfo, options: Mapping[str, object]) -> BaseM
     unknown = sorted(set(options) - known) if info.options.model_config.get("extra") != "allow" else []
     if unknown:
         key = unknown[0]
-        allowed = f"the options are {', '.join(sorted(known))}" if known else "it takes none"
-        raise BackendOptionsError(f"backend {info.name!r} has no option {key!r} (got {options[key]!r}){_near(key, known)}; {allowed}")
+        allowed = f"choose from {', '.join(sorted(known))}" if known else "it takes none, leave it out"
+        raise BackendOptionsError(f"backend {info.name!r} has no option {key!r} (got {options[key]!r}){near(key, known)}; {allowed}")
     try:
         return info.options.model_validate(dict(options))
     except ValidationError as error:
         raise BackendOptionsError(describe(f"options of backend {info.name!r}", error)) from error
     except Exception as error:
-        raise BackendOptionsError(f"options of backend {info.name!r} refused: {_cause(error)}; got {dict(options)!r}") from error
+        raise BackendOptionsError(
+            f"options of backend {info.name!r} refused: {cause(error)}, got {dict(options)!r}; correct them"
+        ) from error
 
 
 class _Defaults:
     """Results of the optional hooks that must not be None. Called last, so only if the backend has no answer."""
+
+    @hookimpl(trylast=True)
+    def kvcore_facts(self) -> list[Fact]:
+        return []
 
     @hookimpl(trylast=True)
     def kvcore_disconnect(self) -> bool:
@@ -124,45 +93,6 @@ class _Defaults:
     @hookimpl(trylast=True)
     def kvcore_held_rooms(self) -> list[RoomKey]:
         return []
-
-
-def _offered(distribution: importlib.metadata.Distribution) -> list[InstalledBackend]:
-    try:
-        entries = tuple(distribution.entry_points.select(group=GROUP))
-    except Exception as error:  # one broken distribution must not hide the others
-        name = _field(lambda: distribution.metadata["Name"])
-        log.warning("entry points of distribution %s cannot be read (%s); reinstall it to have its backends listed", name, _cause(error))
-        return []
-    if not entries:
-        return []
-    name, version = _field(lambda: distribution.metadata["Name"]), _field(lambda: distribution.version)
-    return [InstalledBackend(entry.name, name, version, entry.value) for entry in entries]
-
-
-def _field(read: Callable[[], str | None]) -> str:
-    try:
-        return read() or "unknown"
-    except Exception:  # metadata may be missing or of any shape
-        return "unknown"
-
-
-def _choose(wanted: str) -> InstalledBackend:
-    name, _, distribution = wanted.partition("@")
-    installed = list_backends()
-    named = [backend for backend in installed if backend.name == name]
-    chosen = [backend for backend in named if not distribution or _canonical(backend.distribution) == _canonical(distribution)]
-    offers = ", ".join(f"{backend.name}@{backend.distribution}" for backend in named)
-    if len(chosen) == 1:
-        return chosen[0]
-    if chosen:
-        raise BackendConflictError(f"backend {name!r} is offered by more than one distribution; choose one of {offers}, or uninstall one")
-    if named:
-        raise BackendNotFoundError(f"backend {name!r} is not offered by distribution {distribution!r}; choose from {offers}")
-    known = {backend.name for backend in installed}
-    raise BackendNotFoundError(
-        f"no backend {name!r} is installed{_near(name, known.union(PUBLISHED) - {name})}; "
-        f"installed are: {', '.join(sorted(known)) or 'none'}; to add one: pip install kvcore-{_canonical(name) or '<name>'}"
-    )
 
 
 def _import(backend: InstalledBackend) -> object:
@@ -214,10 +144,10 @@ def _check_hooks(manager: pluggy.PluginManager, backend: object, label: str) -> 
             continue
         marked = manager.parse_hookimpl_opts(backend, name)
         if name not in specified and not (marked and (marked["specname"] or marked["optionalhook"])):
-            raise BackendLoadError(f"{label} has {name}, which is not a hook{_near(name, specified)}; correct its name")
+            raise BackendLoadError(f"{label} has {name}, which is not a hook{near(name, specified)}; correct its name")
         if marked is None:
             raise BackendLoadError(f"{label} has {name} without a mark, so it would never be called; mark it with kvcore.hookimpl")
-    _guarded(manager.check_pending, f"{label} has an unknown hook", f"the hooks are {', '.join(sorted(specified))}")
+    _guarded(manager.check_pending, f"{label} has an unknown hook", f"choose from {', '.join(sorted(specified))}")
     missing = sorted(name for name in REQUIRED if not getattr(manager.hook, name).get_hookimpls())
     if missing:
         raise BackendLoadError(f"{label} lacks the required hook {', '.join(missing)}; add it, marked with kvcore.hookimpl")
@@ -230,6 +160,8 @@ def _check_capabilities(info: BackendInfo) -> None:
             f"backend {info.name!r} declares visible_on_done=False and this core cannot add visibility; "
             "it must report DONE only when the bytes are in place (R6)"
         )
+    if capabilities.descriptors not in ("flat", "pages"):
+        raise BackendLoadError(f"backend {info.name!r} declares descriptors={capabilities.descriptors!r}; it must be 'flat' or 'pages'")
     for what in ("parallel", "max_descriptors", "max_bytes"):
         value = getattr(capabilities, what)
         if value is not None and (not isinstance(value, int) or value < 1):
@@ -250,19 +182,4 @@ def _guarded(call: Callable[[], T], failed: str, advice: str) -> T:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise BackendLoadError(f"{failed} ({_cause(error)}); {advice}") from error
-
-
-def _cause(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _near(name: str, known: set[str]) -> str:
-    matches = difflib.get_close_matches(name, sorted(known), 1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
-
-
-def _canonical(name: str) -> str:
-    """A distribution's name as indices compare it."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+        raise BackendLoadError(f"{failed} ({cause(error)}); {advice}") from error

@@ -63,11 +63,14 @@ Address = tuple[Side, RoomId]
 
 
 class RoomTable:
-    """All rooms of one manager, on both sides."""
+    """All rooms of one manager, on both sides. ``clock`` is monotonic seconds, the same that ``tick`` is given."""
 
-    def __init__(self, limits: Mapping[str, float | None], rank: int, outside: Outside) -> None:
+    def __init__(
+        self, limits: Mapping[str, float | None], rank: int, outside: Outside, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.lock = threading.RLock()
         self._limits = limits
+        self._clock = clock
         self._outside = outside
         self._rank = rank
         self._slots: dict[Address, _Slot] = {}
@@ -141,7 +144,7 @@ class RoomTable:
         life = slot.state.life
         if life is old:
             return
-        record, now = slot.room, time.monotonic()
+        record, now = slot.room, self._clock()
         if record is not None and (life is None or life.generation != record.key.generation):
             record.cleared = True
             record.chunks.clear()
@@ -167,7 +170,7 @@ class RoomTable:
 
     def _store(self, side: Side, room: RoomId, slot: _Slot, before: State) -> None:
         """Keep or drop the slot, and run exactly the timers that its state wants."""
-        now = time.monotonic()
+        now = self._clock()
         wanted = frozenset(_TIMERS[side](slot.state))
         for timer in slot.timers - wanted:
             self._timers.cancel((side, room, timer))
@@ -320,6 +323,11 @@ class RoomTable:
                     if drain.published:
                         highest[drain.party.instance] = max(drain.rg, highest.get(drain.party.instance, 0))
         return highest
+
+    @property
+    def records(self) -> int:
+        """Lifetimes that anything still holds, such as a handle kept after ``clear``."""
+        return len(self._records)
 
     def sizes(self) -> dict[str, int]:
         """Entries of every per-room store (C7)."""

@@ -66,7 +66,7 @@ class Routes:
             return self._forget(search)
         if isinstance(result, LookupFailure):
             return self.end(search, FailureCode.PEER_LOST, str(result))
-        search.group = self._groups[search.address] = result
+        search.group = result
         for info in result.ranks:
             self._peers.link(info.control, _RankWaiter(search, info.rank, self))
 
@@ -77,6 +77,7 @@ class Routes:
             return
         if peer.instance != group.ranks[rank].instance:
             return self._outdated(search, group, rank, peer)
+        self._groups[search.address] = group
         search.parties[rank] = peer.party
         if len(search.parties) == group.size:
             self._forget(search)

@@ -37,6 +37,11 @@ class SlowThread:
         self._calls.put(work)
         return future
 
+    @property
+    def calls(self) -> int:
+        """Calls that wait."""
+        return self._calls.qsize()
+
     def stop(self, timeout_s: float) -> bool:
         """Make what is queued, then end the thread; True if it ended in time."""
         self._calls.put(None)

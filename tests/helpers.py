@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,14 +14,19 @@ import numpy as np
 import numpy.typing as npt
 
 import kvcore
-from kvcore import Config, KVManager, Limits, Pool, Receiver, Sender
+from kvcore import Config, Handle, KVManager, Limits, Pool, Receiver, Sender, hookimpl
 from kvcore.faults import FaultPlan
+from kvcore.hookspecs import Event, Ticket, Transfer
+from kvcore.states import RoomKey
 
 BACKENDS = ["local"]
 """What tests that hold for every backend run over."""
 
 SOON_S = 10.0
 """How long anything that ought to happen at once may take on a busy machine."""
+
+MOMENTS = ("opened", "joined", "published", "in flight")
+"""How far ``at`` brings a room."""
 
 Array = npt.NDArray[np.uint8]
 
@@ -153,6 +158,24 @@ def ended(handle: kvcore.Handle, state: kvcore.KVPoll, timeout_s: float = SOON_S
     assert found is state, f"{handle} instead of {state.name}: {handle.failure}"
 
 
+def at(pair: Duo, moment: str, room: int | None = None, pages: Sequence[int] = (3, 8, 1)) -> tuple[Sender, Receiver]:
+    """Both handles of a room that has come as far as ``moment``; a write in flight is held until the plan is healed."""
+    sender, receiver = pair.open(room)
+    if moment == "opened":
+        return sender, receiver
+    wait_until(lambda: receiver.poll() is kvcore.KVPoll.WAITING_FOR_INPUT)
+    if moment == "joined":
+        return sender, receiver
+    receiver.receive(pages)
+    wait_until(lambda: sender.poll() is kvcore.KVPoll.WAITING_FOR_INPUT)
+    if moment == "published":
+        return sender, receiver
+    hold = pair.plan.hold(room=sender.room)
+    sender.send(pages)
+    wait_until(lambda: hold.held == 1 and receiver.poll() is kvcore.KVPoll.TRANSFERRING)
+    return sender, receiver
+
+
 def config(role: str, backend: str = "local", **settings: Any) -> Config:
     """A manager's settings with short limits; ``limits`` may be a dict of changes."""
     chosen = settings.pop("limits", {})
@@ -165,16 +188,73 @@ def manager(role: str, arrays: list[Array], **settings: Any) -> KVManager:
 
 
 @contextmanager
-def duo(backend: str = "local", pages: int = 32, layers: int = 2, page_bytes: int = 64, **changes: float | None) -> Iterator[Duo]:
-    """A prefill and a decode manager over one backend; ``changes`` are of the limits. Faults are healed before they close."""
+def duo(
+    backend: str = "local",
+    pages: int = 32,
+    layers: int = 2,
+    page_bytes: int = 64,
+    own: Mapping[str, Mapping[str, float | None]] | None = None,
+    **changes: float | None,
+) -> Iterator[Duo]:
+    """A prefill and a decode manager over one backend; ``changes`` are of the limits, ``own`` those of one role. Faults are healed
+    before they close."""
     source, target = memory(pages, layers, page_bytes, seed=7), memory(pages, layers, page_bytes)
+    mine, theirs = ({**changes, **(own or {}).get(role, {})} for role in ("prefill", "decode"))
     plan = FaultPlan(seed=1)
     with (
-        manager("prefill", source, backend=backend, limits=changes) as prefill,
-        manager("decode", target, backend=backend, limits=changes) as decode,
+        manager("prefill", source, backend=backend, limits=mine) as prefill,
+        manager("decode", target, backend=backend, limits=theirs) as decode,
     ):
         prefill.add_observer(plan)
         try:
             yield Duo(prefill, decode, source, target, plan)
         finally:
             plan.heal()
+
+
+class Events:
+    """An observer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, Event]] = []
+
+    @hookimpl
+    def kvcore_on_event(self, event: Event) -> None:
+        self.seen.append((time.monotonic(), event))
+
+    def states(self, handle: Handle) -> list[str]:
+        """The states that a room passed through."""
+        return [
+            str(event.details["state"])
+            for _, event in list(self.seen)
+            if event.name == "status" and event.room and event.room.number == handle.room
+        ]
+
+    def reached(self, handle: Handle, state: str) -> float:
+        """When a room reached a state, without anybody polling."""
+        wait_until(lambda: state in self.states(handle), what=f"{state} of room {handle.room}")
+        return next(
+            when for when, event in self.seen
+            if event.name == "status" and event.room is not None and event.room.number == handle.room and event.details["state"] == state
+        )  # fmt: skip
+
+
+class Calls:
+    """An observer that keeps what the backend is asked to do."""
+
+    def __init__(self) -> None:
+        self.transfers: list[Transfer] = []
+        self.aborts: list[tuple[RoomKey, int]] = []
+        self.clears: list[RoomKey] = []
+
+    @hookimpl(tryfirst=True)
+    def kvcore_transfer(self, transfer: Transfer) -> None:
+        self.transfers.append(transfer)
+
+    @hookimpl(tryfirst=True)
+    def kvcore_abort(self, room: RoomKey, tickets: list[Ticket]) -> None:
+        self.aborts.append((room, len(tickets)))
+
+    @hookimpl(tryfirst=True)
+    def kvcore_clear(self, room: RoomKey) -> None:
+        self.clears.append(room)

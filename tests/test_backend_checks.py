@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from kvcore.config import Config
 from kvcore.errors import BackendLoadError, BackendOptionsError, BackendVersionError, KVCoreError
 from kvcore.hookspecs import API_VERSION, REQUIRED, BackendInfo, Capabilities, Hooks, KVCoreSpec, hookimpl
 from kvcore.registry import plugin_manager, validated_options
@@ -93,27 +91,6 @@ def test_b2_a_newer_hook_is_a_version_error_and_not_an_unknown_name() -> None:
     newer.kvcore_poll = hookimpl(lambda self, tickets, deadline: None)
     with pytest.raises(BackendVersionError):
         plugin_manager(newer)
-
-
-@pytest.mark.parametrize("hook", sorted(REQUIRED))
-def test_c97_a_missing_required_hook_is_named(hook: str) -> None:
-    rest = {name: value for name, value in vars(Full).items() if name != hook and not name.startswith("__")}
-    with pytest.raises(BackendLoadError) as error:
-        plugin_manager(type("Partial", (), rest))
-    told(error.value, hook, "Partial")
-
-
-@pytest.mark.parametrize("mark", [hookimpl, lambda function: function])
-def test_c97_a_misspelt_hook_is_named_with_the_right_name(mark: Callable[[Any], Any]) -> None:
-    with pytest.raises(BackendLoadError) as error:
-        plugin_manager(backend_with(kvcore_aborted=mark(lambda self, room: None)))
-    told(error.value, "kvcore_aborted", "did you mean 'kvcore_abort'?")
-
-
-def test_a_hook_without_a_mark_is_refused_since_it_would_never_be_called() -> None:
-    with pytest.raises(BackendLoadError) as error:
-        plugin_manager(backend_with(kvcore_clear=lambda self, room: None))
-    told(error.value, "kvcore_clear", "kvcore.hookimpl")
 
 
 def test_a_hook_under_another_method_name_is_accepted_and_its_unknown_name_is_not() -> None:
@@ -254,18 +231,3 @@ def test_b2_a_validator_that_breaks_is_still_an_options_error() -> None:
         validated_options(BackendInfo("made", "1", "1", API_VERSION, Broken), {"safe": False})
     told(error.value, "KeyError", "safe")
     assert isinstance(error.value.__cause__, KeyError)
-
-
-C101 = {"0": False, "false": False, "False": False, "no": False, "off": False, "1": True, "true": True, "yes": True, "on": True}
-
-
-@pytest.mark.parametrize("text", [*C101, "", " true ", "2", "maybe"])
-def test_c101_text_for_true_and_false_means_the_same_from_environment_and_dict(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVCORE_BACKEND_OPTIONS__SAFE", text)
-    for given in (Config.load(role="both").backend_options, {"safe": text}):
-        if text in C101:
-            assert validated_options(INFO, given).safe is C101[text]
-            continue
-        with pytest.raises(BackendOptionsError) as error:
-            validated_options(INFO, given)
-        told(error.value, "safe", text)

@@ -21,12 +21,13 @@ import kvcore
 from kvcore import cli
 from kvcore.demo.command import LEGEND, lines
 from kvcore.demo.driver import run_demo
-from kvcore.demo.messages import DemoError, Ended, Expected, Generated, Settings
+from kvcore.demo.messages import Ended, Expected, Generated, Settings
 from kvcore.demo.models import ByteTokenizer, cache_folder, fill, greedy, load
 from kvcore.demo.prefill import chunk_size
 from kvcore.demo.prompts import default_prompts, prompts_from
 from kvcore.demo.report import PromptResult, Report
 from kvcore.errors import ConfigError
+from kvcore.sides import ToolError
 
 DEMO_S = 100.0
 STORES = {"rooms": 0, "last_words": 0}
@@ -206,7 +207,7 @@ def test_a_worker_that_dies_ends_the_demo(side: str) -> None:
             if process.name == f"kvcore-demo-{side}":
                 process.kill()
 
-    with pytest.raises(DemoError, match=f"the {side} process has died .exit code -9."):
+    with pytest.raises(ToolError, match=f"the {side} process has died .exit code -9."):
         run_demo(Settings(model="tiny", patience_s=60.0), kill)
     assert multiprocessing.active_children() == []
 
@@ -216,7 +217,7 @@ def test_workers_that_fall_silent_end_the_demo() -> None:
         for process in multiprocessing.active_children():
             os.kill(process.pid or 0, signal.SIGSTOP)
 
-    with pytest.raises(DemoError, match="neither process has said anything for 1 s"):
+    with pytest.raises(ToolError, match="neither process has said anything for 1 s"):
         run_demo(Settings(model="tiny", patience_s=1.0), stop)
     assert multiprocessing.active_children() == []
 
@@ -231,8 +232,9 @@ def test_an_interrupt_ends_both_workers() -> None:
 
 
 def test_workers_end_with_their_driver() -> None:
-    run = "run_demo(Settings(model='tiny', max_new_tokens=4000), lambda side, text: print(side, text, flush=True))"
-    driver = subprocess.Popen([sys.executable, "-c", f"from kvcore.demo.driver import *; {run}"], stdout=subprocess.PIPE, text=True)
+    run = "run_demo(Settings(model='tiny', max_new_tokens=4000, debug=True), lambda side, text: print(side, text, flush=True))"
+    command = [sys.executable, "-c", f"from kvcore.demo.driver import *; {run}"]
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # which with debug its workers share
     assert driver.stdout is not None
     assert any(line.startswith("prefill generating") for line in driver.stdout)  # which takes the better part of a minute
     driver.kill()
@@ -249,7 +251,7 @@ def test_a_worker_that_fails_says_why_in_one_line(tmp_path: Path) -> None:
 
 def test_debug_shows_the_traceback_of_the_process_that_failed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def fail(*_: object) -> Report:
-        raise DemoError("decode: no luck", "Traceback of decode\n")
+        raise ToolError("decode: no luck", "Traceback of decode\n")
 
     monkeypatch.setattr("kvcore.demo.command.run_demo", fail)
     assert cli.run(["demo"]) == 1
@@ -324,7 +326,7 @@ def test_without_typer_the_command_line_says_what_to_install(monkeypatch: pytest
 
 def test_without_torch_the_demo_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(DemoError, match=r"pip install kvcore\[transformers\]"):
+    with pytest.raises(ToolError, match=r"pip install kvcore\[transformers\]"):
         run_demo(Settings(model="tiny"), lambda side, text: None)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from kvcore import errors
 from kvcore.errors import KVCoreError, KVTransferError
 from kvcore.states import MAX_ATTEMPT, MAX_REASON_BYTES, MAX_ROOM, FailureCode, KVPoll, Reason, RoomId, RoomKey
+from tests.error_table import CASES, Case, Site, raised_at, sites, templates, tools
 
 NAMES = {
     "BackendNotFoundError",
@@ -66,7 +69,8 @@ FAILED = KVTransferError(RoomId(MAX_ROOM, 3), Reason(FailureCode.PEER_LOST, "pee
 def test_s5_a_transfer_error_names_room_reason_code_side_and_rank() -> None:
     assert (FAILED.room, FAILED.attempt, FAILED.reason) == (MAX_ROOM, 3, "peer silent for 15 s")
     assert (FAILED.code, FAILED.side, FAILED.rank) == (FailureCode.PEER_LOST, "decode", 2)
-    assert str(FAILED) == f"room {MAX_ROOM}/3 failed: peer silent for 15 s (peer_lost, from decode rank 2)"
+    start = f"room {MAX_ROOM}/3 failed: peer silent for 15 s (peer_lost, from decode rank 2); "
+    assert str(FAILED) == start + errors.NEXT_STEP[FailureCode.PEER_LOST]
 
 
 @pytest.mark.parametrize(
@@ -76,6 +80,103 @@ def test_a_transfer_error_survives_pickling_and_copying(again: KVTransferError) 
     assert type(again) is KVTransferError and again is not FAILED
     assert str(again) == str(FAILED)
     assert vars(again) == vars(FAILED)
+
+
+# --- every text: what happened, to what, what to do next, in one line
+
+STEPS = "add|allocate|answer|build|check|choose|clear|close|correct|declare|encode|free|give|leave|let|list|make|mark|open|pass|"
+STEPS += "publish|put|raise|reinstall|rename|report|run|say|see|set|shorten|split|start|take|try|uninstall|unset|upgrade|use|write"
+NEXT_STEP = re.compile(rf"[;,] [^;]*\b({STEPS})\b|\b(must|should) be\b|; .*\bmust\b|usual causes: |pip install |try: kvcore")
+"""A clause that tells a person to do something, or says what is allowed."""
+
+TOOLS = ("bench/", "demo/", "doctor/", "buffers.py", "cli.py", "cli_options.py", "progress.py", "sides.py")
+"""Commands run in processes of their own, and their own tests have them fail there. Here their texts are read, see below."""
+PASSED_ON = {"{}: {}"}
+"""Texts that pass on the text of an error from another process."""
+
+
+def flaws(text: str) -> list[str]:
+    """What is wrong with a text, apart from what it says."""
+    found = {
+        "not one printable line": not text.isprintable(),
+        "ends like a sentence, which the others do not": text.endswith((".", ";", ":", " ", "!")),
+        "empty": not text.strip(),
+        "blanks at the start or doubled": text != text.strip() or "  " in text,
+        "longer than anybody reads": len(text) > 900,
+        "no next step": NEXT_STEP.search(text) is None,
+    }
+    return [flaw for flaw, there in found.items() if there]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BaseException | None]:
+    """What each case of the table raised, and what the tools in it looked like to its text."""
+    found: dict[str, BaseException | None] = {}
+    with tools(tmp_path_factory.mktemp("errors")) as shared:
+        for case in CASES:
+            with pytest.MonkeyPatch.context() as shared.patch:
+                found[case.what] = raised(lambda case=case: case.act(shared))  # type: ignore[misc]
+        names = {"busy": str(shared.busy), "prefill": shared.pair.prefill.address}
+    WORDS.update(names)
+    return found
+
+
+WORDS: dict[str, str] = {}
+"""What stands for {busy} and {prefill} among the words of a case."""
+
+
+def raised(act: Callable[[], object]) -> BaseException | None:
+    try:
+        act()
+    except Exception as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)
+def test_each_error_names_what_happened_to_what_and_the_next_step(case: Case, outcomes: dict[str, BaseException | None]) -> None:
+    error = outcomes[case.what]
+    assert type(error) is case.error
+    text = str(error)
+    assert flaws(text) == [], text
+    for word in case.words:
+        assert word.format(**WORDS) in text
+    if case.cause is None:
+        assert error.__cause__ is None
+    else:
+        assert isinstance(error.__cause__, case.cause)
+
+
+def test_each_error_class_is_in_the_table() -> None:
+    assert {case.error.__name__ for case in CASES} == NAMES | {"KVCoreError"}
+    assert len({case.what for case in CASES}) == len(CASES)
+
+
+def test_each_place_that_raises_an_error_is_triggered(outcomes: dict[str, BaseException | None]) -> None:
+    known = sites()
+    assert len(known) > 100
+    reached: set[Site] = set()
+    for error in outcomes.values():
+        assert error is not None
+        reached |= raised_at(error, known)
+    missed = [str(site) for site in known if site not in reached and not site.module.startswith(TOOLS)]
+    assert missed == [], "add a case to tests/error_table.py"
+
+
+def test_each_text_in_the_source_has_a_next_step() -> None:
+    """Also those of tools. A step that is filled in is seen where the table triggers it."""
+    read = [(where, text) for where, text in templates() if text not in PASSED_ON and not text.endswith("; {}")]
+    assert len(read) > 100
+    assert [(where, text, flaws(text)) for where, text in read if flaws(text)] == []
+
+
+@pytest.mark.parametrize("text", ["it broke", "port 80 is taken.", "port 80 is taken\n; choose another", "port 80; it is taken", ""])
+def test_a_text_that_falls_short_is_found(text: str) -> None:
+    assert flaws(text)
+
+
+def test_each_code_of_a_failed_room_has_a_next_step() -> None:
+    assert set(errors.NEXT_STEP) == set(FailureCode)
 
 
 def test_failed_is_the_least_state_so_that_ranks_reduce_by_minimum() -> None:

@@ -124,10 +124,10 @@ def test_a5_a_room_that_failed_in_its_lane_is_not_transferred_even_before_the_or
     one.start(1)
     wait_until(lambda: gate.met)
     room = one.start(2)
-    wait_until(lambda: one.ledger.worker_sizes()["worker_lanes"] == 1)
+    wait_until(lambda: one.ledger.sizes()["worker_lanes"] == 1)
     one.fail(room)
     gate.opened.set()
-    wait_until(lambda: len(one.told) == 1 and not one.ledger.worker_sizes()["worker_lanes"])
+    wait_until(lambda: len(one.told) == 1 and not one.ledger.sizes()["worker_lanes"])
     one.ledger.cancel(room.key)
     wait_until(lambda: len(one.told) == 2)
     assert not one.told[1].ok and one.told[1].quiescent
@@ -141,11 +141,11 @@ def test_r7_nothing_is_started_towards_a_peer_that_fell_silent_while_the_ticket_
     one.start(1)
     wait_until(lambda: gate.met)
     one.start(2)
-    wait_until(lambda: one.ledger.worker_sizes()["worker_lanes"] == 1)
+    wait_until(lambda: one.ledger.sizes()["worker_lanes"] == 1)
     assert one.peer is not None
     one.peer.silent = True
     gate.opened.set()
-    wait_until(lambda: not one.ledger.worker_sizes()["worker_lanes"])
+    wait_until(lambda: not one.ledger.sizes()["worker_lanes"])
     stays(lambda: len(one.backend.transfers) == 1, 0.1)
     one.peer.silent = False
     wait_until(lambda: len(one.told) == 2)
@@ -187,16 +187,16 @@ def test_a_fence_ends_what_waits_and_writes_off_what_blocks(bench: Callable[...,
     stuck = one.start(1)
     wait_until(lambda: gate.met)
     one.start(2)
-    wait_until(lambda: one.ledger.worker_sizes()["worker_lanes"] == 1)
+    wait_until(lambda: one.ledger.sizes()["worker_lanes"] == 1)
     one.ledger.fence("peer")
     wait_until(lambda: one.ledger.tickets == 0)
-    assert one.ledger.worker_sizes() == {"workers": 1, "worker_lanes": 0, "workers_stuck": 1}
+    assert one.ledger.sizes().items() >= {"workers": 1, "worker_lanes": 0, "workers_stuck": 1}.items()
     active = stuck.meter.read(math.inf).active_s
     assert active < SOON_S  # the clock has stopped
     one.start(3)
     wait_until(lambda: one.told and one.told[0].ok)
     gate.opened.set()
-    wait_until(lambda: one.ledger.worker_sizes()["workers_stuck"] == 0)
+    wait_until(lambda: one.ledger.sizes()["workers_stuck"] == 0)
     assert [transfer.room.number for transfer in one.backend.transfers] == [1, 3]
 
 

@@ -400,23 +400,6 @@ def test_r1_release_safety_follows_the_room(pair: Duo) -> None:
     assert receiver.is_release_safe() and sender.wait_release_safe(5)
 
 
-@pytest.mark.parametrize("who", ["sender", "receiver"])
-@pytest.mark.parametrize("end", ["abort", "clear"])
-def test_r2_drained_is_said_when_the_last_ticket_has_ended(pair: Duo, who: str, end: str) -> None:
-    hold = pair.plan.hold()
-    sender, receiver = in_flight(pair, lambda: None)
-    wait_until(lambda: hold.held == 1)
-    with ControlTap(pair.decode) as tap:
-        getattr(sender if who == "sender" else receiver, end)()
-        ended(receiver, KVPoll.FAILED)
-        stays(lambda: not any(isinstance(seen.letter.body, Drained) for seen in tap.seen) and not receiver.is_release_safe(), 0.1)
-        hold.release()
-        assert receiver.wait_release_safe(5)
-        assert any(isinstance(seen.letter.body, Drained) and not seen.letter.body.expired for seen in tap.seen)
-    assert pair.equal(PAGES, PAGES), "it landed before drained was said"
-    assert not receiver.release_unproven and not sender.release_unproven
-
-
 def test_r3_unproven_pages_are_quarantined_and_released_by_limit_counted_and_logged(pair: Duo, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR, "kvcore"):
         sender, receiver = in_flight(pair, lambda: pair.plan.fail("cable pulled", quiescent=False))
@@ -497,20 +480,6 @@ def test_r4_a_disconnect_that_proves_nothing_fences_nothing(pair: Duo) -> None:
         ended(receiver, KVPoll.FAILED)
         stays(lambda: not receiver.is_release_safe(), 0.3)
         assert receiver.wait_release_safe(10) and receiver.release_unproven
-
-
-def test_r5_source_pages_are_as_protected_as_destination_pages(pair: Duo) -> None:
-    hold = pair.plan.hold()
-    sender, receiver = in_flight(pair, lambda: None)
-    wait_until(lambda: hold.held == 1)
-    receiver.abort()
-    ended(sender, KVPoll.FAILED)
-    sender.clear()
-    stays(lambda: not sender.is_release_safe(), 0.1)
-    hold.release()
-    assert sender.wait_release_safe(5)
-    receiver.clear()
-    pair.stores_empty()
 
 
 def test_r6_success_means_that_the_bytes_are_there(pair: Duo) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from kvcore import KVPoll
-from kvcore.hookspecs import PENDING, RETRY, NothingPosted, TicketKind, TicketState, Transfer
+from kvcore.hookspecs import PENDING, RETRY, TicketKind, TicketState
 from kvcore.states import FailureCode
 from tests.fake_backends import (
     MemoryBackend,
@@ -110,43 +108,6 @@ def test_an_engine_whose_target_must_work_is_driven_while_a_room_receives(monkey
         duo.stores_empty()
         seen = target.progressed
         stays(lambda: target.progressed <= seen + 1, 0.1)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("no queue pair"), NothingPosted("no queue pair")])
-def test_c20_c25_a_step_that_fails_after_others_leaves_the_room_unsafe_until_they_have_ended(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    fake = install(monkeypatch, MemoryBackend, max_descriptors=1, cancel=False)
-    with running(fake) as (duo,):
-        backend, room, calls = fake.made[0], number(), itertools.count(1)
-
-        def second_fails(transfer: Transfer) -> object:
-            if next(calls) == 2:
-                raise error
-            return backend.post(transfer)
-
-        backend.answers[room] = second_fails
-        backend.held.set()
-        sender, receiver = duo.open(room)
-        receiver.receive([1, 5, 9])
-        sender.send([1, 5, 9], last=True)
-        for handle in (sender, receiver):
-            ended(handle, KVPoll.FAILED)
-            assert handle.failure is not None and "no queue pair" in handle.failure.reason
-        wait_until(lambda: [(key.number, len(tickets)) for key, tickets in backend.aborted] == [(room, 1)])
-        stays(lambda: not sender.is_release_safe() and not receiver.is_release_safe(), 0.1)
-        backend.held.clear()
-        proven = isinstance(error, NothingPosted)
-        if proven:
-            assert sender.wait_release_safe(SOON_S)
-            assert receiver.wait_release_safe(SOON_S)
-        else:
-            stays(lambda: not sender.is_release_safe(), 0.1)
-        assert len(backend.transfers) == 2
-        sender.clear()
-        receiver.clear()
-        if proven:
-            duo.stores_empty()
 
 
 def test_a_room_aborted_between_two_tries_is_quiescent(monkeypatch: pytest.MonkeyPatch) -> None:

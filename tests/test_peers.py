@@ -320,7 +320,7 @@ def test_c7_who_departed_is_forgotten_when_nothing_waits_for_proof() -> None:
     bench.take(Stranger(), "prefill-1", route)
     bench.work()
     bench.run(3.0)
-    assert bench.peers.sizes() == {"peers": 0, "links": 0, "pairings": 0, "departed_peers": 1}
+    assert bench.peers.sizes() == {"peers": 0, "links": 0, "link_waiters": 0, "pairings": 0, "departed_peers": 1}
     bench.holding = False
     bench.run(5.0, 3.0)
     assert bench.size("departed_peers") == 0

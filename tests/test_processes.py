@@ -343,17 +343,6 @@ def test_c4_after_an_unpaired_end_the_side_it_ended_on_opens_first(pair: tuple[C
     drained(*pair)
 
 
-def test_c6_a_live_room_is_not_opened_twice(pair: tuple[Child, Child]) -> None:
-    sender, receiver = in_state("published", *pair)
-    with pytest.raises(ChildError, match=f"room {sender.room} is live"):
-        pair[0].sender(sender.room)
-    sender.send([4, 5], last=True)
-    assert (receiver.wait(), sender.wait()) == ("SUCCESS", "SUCCESS")
-    sender.clear()
-    receiver.clear()
-    drained(*pair)
-
-
 # --- death
 
 
@@ -557,24 +546,6 @@ def test_c51_decode_goes_on_with_a_prefill_restarted_at_its_address(three: list[
 
 
 # --- lies and misfits
-
-
-@pytest.mark.parametrize("index", [32, -1, 2**31 - 1])
-def test_t2_a_destination_outside_the_pool_fails_the_room_and_writes_nothing(pair: tuple[Child, Child], index: int) -> None:
-    prefill, decode = pair
-    sender, receiver = opened(prefill, decode)
-    receiver.lie([1, index])
-    sender.send([0, 1], last=True)
-    assert (sender.wait(), receiver.wait()) == ("FAILED", "FAILED")
-    assert sender.failure == receiver.failure
-    assert (sender.failure.code, sender.failure.side) == ("bad_pages", "prefill")
-    assert f"page index {index} is not in 0 .. 31" in sender.failure.text
-    assert decode.touched() == []
-    assert (sender.safe(), receiver.safe()) == (True, True)
-    sender.clear()
-    receiver.clear()
-    moved(*pair)
-    drained(*pair)
 
 
 def test_t3_unequal_numbers_of_pages_fail_both_sides(pair: tuple[Child, Child]) -> None:

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvcore import FailureCode, Handle, KVManager, KVPoll, RoomError
-from tests.helpers import BACKENDS, Duo, Flag, duo, ended, full_stores, number, wait_until
+from kvcore import FailureCode, Handle, KVManager, KVPoll
+from tests.helpers import BACKENDS, MOMENTS, Duo, Flag, at, duo, ended, full_stores, number, wait_until
 
 PAGES = [3, 8, 1]
-MOMENTS = ["opened", "joined", "published", "in flight"]
 
 
 @pytest.fixture(params=BACKENDS)
@@ -22,24 +21,6 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Duo]:
 def agree(manager: KVManager, handle: Handle, state: KVPoll) -> None:
     """S4: the handle and the shared status are one fact."""
     assert handle.poll() is state and manager.status(handle.room) is state and manager.rooms()[handle.room, handle.attempt] is state
-
-
-def at(pair: Duo, moment: str) -> tuple[Handle, Handle]:
-    """Both handles of a room that has come as far as ``moment``."""
-    sender, receiver = pair.open()
-    if moment == "opened":
-        return sender, receiver
-    wait_until(lambda: receiver.poll() is KVPoll.WAITING_FOR_INPUT)
-    if moment == "joined":
-        return sender, receiver
-    receiver.receive(PAGES)
-    wait_until(lambda: sender.poll() is KVPoll.WAITING_FOR_INPUT)
-    if moment == "published":
-        return sender, receiver
-    hold = pair.plan.hold(room=sender.room)
-    sender.send(PAGES)
-    wait_until(lambda: hold.held == 1 and receiver.poll() is KVPoll.TRANSFERRING)
-    return sender, receiver
 
 
 # --- seed one: abort is seen in the shared status
@@ -178,30 +159,4 @@ def test_clear_of_a_room_never_started_and_of_one_never_heard_of(pair: Duo) -> N
     assert alone.poll() is KVPoll.FAILED and alone.unpaired
     lonely = pair.decode.receiver(number(), pair.prefill.address)
     lonely.clear()
-    pair.stores_empty()
-
-
-@pytest.mark.parametrize("room", [None, True, 1.0, -1, 2**63, "12", b"12", [1]])
-@pytest.mark.parametrize("side", ["prefill", "decode", "reject", "status"])
-def test_a_room_that_is_no_room_is_refused_when_the_handle_is_made(pair: Duo, room: object, side: str) -> None:
-    make = {
-        "prefill": lambda: pair.prefill.sender(room),
-        "decode": lambda: pair.decode.receiver(room, pair.prefill.address),
-        "reject": lambda: pair.decode.reject(room, "busy", pair.prefill.address),
-        "status": lambda: pair.decode.status(room),
-    }
-    with pytest.raises(RoomError, match=r"0 \.\. 2\*\*63-1"):
-        make[side]()
-    assert full_stores(pair.prefill) == full_stores(pair.decode) == {}
-
-
-def test_the_largest_room_works(pair: Duo) -> None:
-    for room in (0, 2**63 - 1):
-        sender, receiver = pair.open(room, attempt=2**31 - 1)
-        receiver.receive(PAGES)
-        sender.send(PAGES, last=True)
-        ended(receiver, KVPoll.SUCCESS)
-        ended(sender, KVPoll.SUCCESS)
-        sender.clear()
-        receiver.clear()
     pair.stores_empty()

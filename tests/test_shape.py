@@ -22,8 +22,8 @@ MOST_IMPORT_S = 0.4
 
 LAYERS = [
     ("states",),
-    ("errors", "addresses", "config", "memory", "stats", "metrics", "timers", "slow", "workers"),
-    ("protocol", "planner", "hookspecs", "wire", "bootstrap", "http"),
+    ("errors", "installed", "addresses", "config", "memory", "stats", "metrics", "timers", "slow", "workers", "logs"),
+    ("protocol", "planner", "page_lists", "hookspecs", "wire", "bootstrap", "http"),
     ("exclusive", "fast_hooks", "registry", "backends", "backend", "observers", "process", "compat"),
     ("channel", "bootstrap_client", "bootstrap_service", "http_io", "admin", "control_tap", "faults"),
     ("room",),
@@ -45,7 +45,10 @@ STRANGERS = {
 }
 """Who does not know whom, so that no part reaches around its neighbour."""
 
-OPTIONAL = ("kvcore.integrations", "kvcore.demo", "kvcore.cli")
+OPTIONAL = (
+    "kvcore.integrations", "kvcore.cli", "kvcore.cli_options", "kvcore.progress", "kvcore.sides", "kvcore.buffers", "kvcore.demo",
+    "kvcore.doctor", "kvcore.bench",
+)  # fmt: skip
 """Parts behind extras: only they may import these, and nothing of the core imports them."""
 EXTRAS = {"torch", "transformers", "typer", "rich", "gguf", "accelerate"}
 LAZY = {"aiohttp"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -13,8 +12,6 @@ import pytest
 
 from kvcore import KVPoll, core, workers
 from kvcore.exclusive import HookBusy, OneAtATime
-from kvcore.hookspecs import RETRY, Transfer
-from kvcore.states import FailureCode
 from kvcore.workers import Job, Workers
 from tests.fake_backends import (
     BlockingBackend,
@@ -254,39 +251,6 @@ def test_a_blocking_transfer_may_return_a_ticket_to_be_polled(monkeypatch: pytes
         assert duo.equal([4], [4])
 
 
-@pytest.mark.parametrize("parallel", [1, 2])
-def test_c45_transfers_that_never_end_fail_their_rooms_and_a_fresh_room_still_gets_a_worker(
-    monkeypatch: pytest.MonkeyPatch, parallel: int
-) -> None:
-    fake = install(monkeypatch, BlockingBackend, parallel=parallel)
-    with running(fake, ticket_s=0.2) as (duo,):
-        rooms = [number() for _ in range(parallel + 1)]
-        for room in rooms:
-            fake.made[0].gate(room)
-        stuck = [start(duo, page, room) for page, room in enumerate(rooms)]
-        for sender, receiver in stuck:
-            ended(sender, KVPoll.FAILED)
-            ended(receiver, KVPoll.FAILED)
-            assert sender.failure is not None and sender.failure.code is FailureCode.TIMEOUT and "ticket_s" in str(sender.failure)
-        sender, _ = start(duo, 9)
-        ended(sender, KVPoll.SUCCESS)
-        assert duo.equal([9], [9])
-
-        # Not released, however terminal: what is stuck may still be read and written.
-        stats = duo.prefill.stats()
-        assert stats.quarantined_pages == len(rooms) == stats.stores["workers_stuck"]
-        assert not any(handle.is_release_safe() for pair in stuck for handle in pair)
-        assert duo.prefill.healthy
-        fake.made[0].open_gates()
-        assert all(handle.wait_release_safe(SOON_S) for pair in stuck for handle in pair)
-        wait_until(lambda: duo.prefill.stats().stores["workers_stuck"] == 0)
-        assert duo.prefill.stats().quarantined_pages == 0
-        assert {sender.poll() for sender, _ in stuck} == {KVPoll.FAILED}
-        for handle in itertools.chain(*stuck, [sender]):
-            handle.clear()
-        stores_empty(duo.prefill)
-
-
 def test_health_is_false_while_too_many_workers_are_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcore.ledger.STUCK_PER_WORKER", 2)
     fake = install(monkeypatch, BlockingBackend)
@@ -303,27 +267,6 @@ def test_health_is_false_while_too_many_workers_are_stuck(monkeypatch: pytest.Mo
         wait_until(lambda: duo.prefill.healthy)
         sender, _ = start(duo, 3)
         ended(sender, KVPoll.SUCCESS)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("no such device"), SystemExit("no such device"), OddError("no such device")])
-def test_c29_c44_what_a_transfer_raises_on_a_worker_fails_that_room_only(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    fake = install(monkeypatch, BlockingBackend)
-    with running(fake) as (duo,):
-
-        def bad(transfer: Transfer) -> None:
-            raise error
-
-        room = number()
-        fake.made[0].answers[room] = bad
-        one, other = start(duo, 1, room), start(duo, 2)
-        for handle in one:
-            ended(handle, KVPoll.FAILED)
-            assert handle.failure is not None and "no such device" in handle.failure.reason
-            assert type(error).__name__ in handle.failure.reason
-        for handle in other:
-            ended(handle, KVPoll.SUCCESS)
-        assert not one[0].is_release_safe()  # an exception is no word about what was posted
-        assert duo.prefill.stats().quarantined_pages == 1
 
 
 def test_b5_an_unreachable_peer_stalls_no_other_nor_their_pairing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,38 +386,6 @@ def test_a_ticket_that_comes_after_the_pages_were_given_up_is_cancelled_and_clea
         assert backend.aborted[-1][1]
         assert not backend.kvcore_held_rooms()
         stores_empty(duo.prefill)
-
-
-@pytest.mark.parametrize("base", [MemoryBackend, BlockingBackend])
-def test_c94_try_again_is_no_failure(monkeypatch: pytest.MonkeyPatch, base: type[MemoryBackend]) -> None:
-    fake = install(monkeypatch, base)
-    with running(fake) as (duo,):
-        backend, room, tries = fake.made[0], number(), itertools.count(1)
-        backend.answers[room] = lambda transfer: RETRY if next(tries) <= 8 else backend.post(transfer)
-        sender, _ = start(duo, 5, room)
-        ended(sender, KVPoll.SUCCESS)
-        assert next(tries) == 10
-        assert duo.equal([5], [5])
-
-
-@pytest.mark.parametrize("base", [MemoryBackend, BlockingBackend])
-def test_c94_t6_try_again_for_ever_ends_at_the_rooms_limit_without_spinning(
-    monkeypatch: pytest.MonkeyPatch, base: type[MemoryBackend]
-) -> None:
-    fake = install(monkeypatch, base)
-    with running(fake, transfer_s=1.0, ticket_s=0.3) as (duo,):
-        backend, room = fake.made[0], number()
-        backend.answers[room] = lambda transfer: RETRY
-        sender, receiver = start(duo, 5, room)
-        ended(sender, KVPoll.FAILED)
-        ended(receiver, KVPoll.FAILED)
-        assert sender.failure is not None and sender.failure.code is FailureCode.TIMEOUT
-        assert sender.wait_release_safe(SOON_S)
-        assert receiver.wait_release_safe(SOON_S)
-        assert 5 < len(backend.transfers) < 30
-        sender.clear()
-        receiver.clear()
-        duo.stores_empty()
 
 
 # --- closing

@@ -23,6 +23,7 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from kvcore import hookspecs as api
+from kvcore.config import Seconds
 from kvcore.errors import ConfigError, RegistrationError
 from kvcore.hookspecs import DONE, PENDING, TicketKind, TicketState, hookimpl
 from kvcore.memory import Region
@@ -38,7 +39,7 @@ class LocalOptions(BaseModel, extra="forbid", frozen=True):
     """Data port (0: any), seconds to be connected and again to be accepted, most payload bytes between two chances to cancel."""
 
     port: int = Field(0, ge=0, le=65535)
-    connect_s: float = Field(5.0, gt=0, allow_inf_nan=False)
+    connect_s: Seconds = 5.0
     frame_bytes: int = Field(1 << 20, ge=4096, le=MAX_PAYLOAD)
 
 
@@ -226,6 +227,8 @@ class LocalBackend:
             one.thread.join(STOP_S)
             if one.thread.is_alive():
                 raise RuntimeError(f"backend local: {why}, but {one.thread.name} goes on after {STOP_S:g} s; keep its memory")
+        with self._lock:
+            self._connections.difference_update(chosen)
 
     def _pieces(self, region: I32, offset: U64, length: U64) -> tuple[list[memoryview], str]:
         """The memory itself for arrays of shape ``(n,)``; or none of it, and which of them is not within its region (T2)."""

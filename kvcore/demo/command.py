@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from kvcore.demo.driver import SIDES, Watch, run_demo
-from kvcore.demo.messages import Settings, Side
+from kvcore.cli_options import Backend, Timeout
+from kvcore.demo.driver import run_demo
+from kvcore.demo.messages import Settings
 from kvcore.demo.report import PromptResult, Report
+from kvcore.installed import find_backend
+from kvcore.progress import progress
+from kvcore.sides import SIDES
 
 TEXT_WIDTH = 48
 MOST_PAGE_SIZE = 65_536
-MOST_S = 86_400.0
 LEGEND = (
     "ms moving: a ticket in flight; ms total: from opened to its end, waiting for prefill's computation included; "
     "a prompt's last token is not moved"
 )
-
-
-def _timeout(seconds: float) -> float:
-    """An option's callback instead of its ``max``, which lets NaN pass."""
-    if not 1 <= seconds <= MOST_S:
-        raise typer.BadParameter(f"{seconds:g} is not a number of seconds from 1 to {MOST_S:g}")
-    return seconds
 
 
 def demo(
@@ -37,7 +30,7 @@ def demo(
     model: Annotated[
         str, typer.Option(metavar="tiny|smollm2|DIR", help="A made-up model, SmolLM2-135M, or a local causal model.")
     ] = "smollm2",
-    backend: Annotated[str, typer.Option(metavar="NAME", help="The backend that moves the pages.")] = "local",
+    backend: Backend = "local",
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -47,14 +40,13 @@ def demo(
     page_size: Annotated[int, typer.Option(min=1, max=MOST_PAGE_SIZE, help="Tokens in a page.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 16,
     corrupt: Annotated[bool, typer.Option("--corrupt", help="Zero one page on the way, to see that the tokens then differ.")] = False,
-    timeout: Annotated[
-        float, typer.Option(callback=_timeout, help=f"Seconds without a sign of life before giving up, 1 to {MOST_S:g}.")
-    ] = 300.0,
+    timeout: Timeout = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
     """Move a real model's KV cache from a prefill to a decode process and check every token."""
     if model not in ("tiny", "smollm2") and not Path(model).is_dir():
         raise typer.BadParameter(f"{model!r} is not tiny, smollm2 or a folder", param_hint="--model")
+    find_backend(backend)  # a misspelt name should not wait for the model
     settings = Settings(
         model=model,
         backend=backend,
@@ -65,7 +57,7 @@ def demo(
         patience_s=timeout,
         debug=bool(context.obj),
     )
-    with _progress() as watch:
+    with progress() as watch:
         report = run_demo(settings, watch)
     if as_json:
         typer.echo(json.dumps(report.as_json()))
@@ -105,17 +97,3 @@ def _row(prompt: PromptResult) -> str:
 def _short(text: str) -> str:
     line = json.dumps(text, ensure_ascii=False)[1:-1]
     return f'"{line}"' if len(line) <= TEXT_WIDTH else f'"{line[: TEXT_WIDTH - 3]}..."'
-
-
-@contextmanager
-def _progress() -> Iterator[Watch]:
-    """What both sides are doing, on stderr, if a person watches; else nothing."""
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        tasks = {side: bar.add_task(f"{side}: starting", total=None) for side in SIDES}
-
-        def watch(side: Side, text: str) -> None:
-            bar.update(tasks[side], description=f"{side}: {text}")
-
-        yield watch

@@ -6,11 +6,12 @@ import time
 from dataclasses import dataclass
 
 import kvcore
-from kvcore.demo.messages import Begin, Close, DemoError, Generated, Link, Settings
+from kvcore.demo.messages import Begin, Generated, Settings
 from kvcore.demo.models import Loaded, greedy, load
 from kvcore.demo.rooms import abort_pages, clear_all, context_pages, ended, limits, pool_for, succeeded
 from kvcore.handles import Receiver
 from kvcore.integrations.transformers import PagedKV
+from kvcore.sides import Close, Link, ToolError
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,5 +68,7 @@ def _abort_half_way(receiver: Receiver, patience_s: float) -> None:
     while receiver.wait(0.01) is not kvcore.KVPoll.TRANSFERRING:
         receiver.raise_for_failure()
         if time.monotonic() > deadline:
-            raise DemoError(f"room {receiver.room} is {receiver.poll().name} and not TRANSFERRING after {patience_s:g} s")
+            raise ToolError(
+                f"room {receiver.room} is {receiver.poll().name} and not TRANSFERRING after {patience_s:g} s; see what prefill is doing"
+            )
     receiver.abort("the demo wants no more of this room")

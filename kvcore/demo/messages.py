@@ -1,22 +1,8 @@
-"""What the demo's processes tell each other over pipes of their own; in an engine a router and a scheduler do this."""
+"""What the demo's processes and its driver tell each other; in an engine a router and a scheduler do this."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Literal, TypeVar
-
-from kvcore.errors import KVCoreError
-
-Side = Literal["prefill", "decode"]
-
-
-class DemoError(KVCoreError):
-    """The demo could not go on. ``trace`` is the traceback of the process in which it went wrong, if there is one."""
-
-    def __init__(self, text: str, trace: str = "") -> None:
-        super().__init__(text)
-        self.trace = trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +17,6 @@ class Settings:
     corrupt: bool = False
     patience_s: float = 300.0
     debug: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """From a worker, for a person who watches."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """From a worker that ends: why, in one line, and its traceback."""
-
-    text: str
-    trace: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,34 +73,3 @@ class Stores:
     """From both: the size of each store of rooms after all rooms were cleared."""
 
     sizes: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """To both: the demo is over."""
-
-
-Message = Progress | Failed | Ready | Begin | Expected | Generated | Ended | Stores | Close
-T = TypeVar("T")
-
-
-class Link:
-    """A worker's end of its pipe to the driver. No wait on it outlasts the driver, since a worker ends with its driver."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def tell(self, message: Message) -> None:
-        """Send a message."""
-        self._connection.send(message)
-
-    def progress(self, text: str) -> None:
-        """Send word of what is being done."""
-        self.tell(Progress(text))
-
-    def hear(self, kind: type[T]) -> T:
-        """The next message, which must be of this kind."""
-        message = self._connection.recv()
-        if not isinstance(message, kind):
-            raise DemoError(f"expected {kind.__name__} from the driver, got {type(message).__name__}; this is a fault of the demo")
-        return message

@@ -9,12 +9,13 @@ from pathlib import Path
 from transformers import DynamicCache
 
 import kvcore
-from kvcore.demo.messages import Close, DemoError, Expected, Link, Ready, Settings
+from kvcore.demo.messages import Expected, Ready, Settings
 from kvcore.demo.models import Loaded, fill, greedy, load
 from kvcore.demo.prompts import Prompt, default_prompts, prompts_from
 from kvcore.demo.rooms import abort_pages, clear_all, context_pages, ended, limits, pool_for, succeeded
 from kvcore.handles import Sender
 from kvcore.integrations.transformers import PagedKV
+from kvcore.sides import Close, Link, ToolError
 
 
 @dataclass(slots=True)
@@ -35,7 +36,7 @@ class Job:
 
 def run(settings: Settings, link: Link) -> None:
     """Serve all prompts, compute what is expected of decode, be aborted once, clear."""
-    kvcore.load_backend(settings.backend)  # a misspelt name should not wait for the model
+    kvcore.load_backend(settings.backend)  # one that cannot be used should not wait for the model
     loaded = load(settings.model, link.progress)
     prompts = _prompts(settings, loaded)
     lengths = tuple(len(prompt.tokens) for prompt in prompts)
@@ -120,7 +121,7 @@ def _spoiled(jobs: Sequence[Job]) -> Job:
     """The shortest prompt of eight pages or more, or else the longest: in a very long one a single page may go unnoticed."""
     job = min(jobs, key=lambda job: (len(job.pages) < 8, abs(len(job.pages) - 8)))
     if not job.pages:
-        raise DemoError("no prompt has a page that could be corrupted; give a prompt of at least two tokens")
+        raise ToolError("no prompt has a page that could be corrupted; give a prompt of at least two tokens")
     return job
 
 
@@ -134,7 +135,7 @@ def _prompts(settings: Settings, loaded: Loaded) -> list[Prompt]:
     prompts = prompts_from(Path(settings.prompts), tokenizer) if settings.prompts else default_prompts(tokenizer)
     longest = max(len(prompt.tokens) for prompt in prompts) + settings.max_new_tokens
     if longest > loaded.max_tokens:
-        raise DemoError(
+        raise ToolError(
             f"model {loaded.name!r} takes {loaded.max_tokens} tokens, {longest} needed; shorten the prompts or --max-new-tokens"
         )
     return prompts

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcore.demo.messages import Ended, Expected, Generated, Settings, Side
+from kvcore.demo.messages import Ended, Expected, Generated, Settings
+from kvcore.states import Side
 
 
 @dataclass(frozen=True, slots=True)

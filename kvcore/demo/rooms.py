@@ -8,10 +8,11 @@ import time
 from collections.abc import Sequence
 
 import kvcore
-from kvcore.demo.messages import DemoError, Ended, Stores
+from kvcore.demo.messages import Ended, Stores
 from kvcore.demo.models import Loaded
 from kvcore.handles import Handle
 from kvcore.integrations.transformers import PagedKV
+from kvcore.sides import ToolError
 
 EMPTY_S = 60.0
 """How long what C7 allows to outlast ``clear`` may take to go."""
@@ -43,11 +44,11 @@ def pool_for(loaded: Loaded, page_size: int, lengths: Sequence[int], seed: int) 
 
 
 def succeeded(handle: Handle, patience_s: float) -> None:
-    """Wait until a room has succeeded; raises its failure, or ``DemoError`` if it takes too long."""
+    """Wait until a room has succeeded; raises its failure, or ``ToolError`` if it takes too long."""
     state = handle.wait(patience_s)
     handle.raise_for_failure()
     if state is not kvcore.KVPoll.SUCCESS:
-        raise DemoError(f"room {handle.room} is still {state.name} after {patience_s:g} s; see what the backend is doing")
+        raise ToolError(f"room {handle.room} is still {state.name} after {patience_s:g} s; see what the backend is doing")
 
 
 def ended(handle: Handle) -> Ended:
@@ -63,7 +64,7 @@ def clear_all(manager: kvcore.KVManager, kv: PagedKV, rooms: Sequence[tuple[Hand
     for handle, pages in rooms:
         handle.clear()
         if not handle.wait_release_safe(patience_s):
-            raise DemoError(f"pages of room {handle.room} may still be in use after {patience_s:g} s; see what the backend is doing")
+            raise ToolError(f"pages of room {handle.room} may still be in use after {patience_s:g} s; see what the backend is doing")
         kv.free(pages)
     pause = threading.Event()
     deadline = time.monotonic() + EMPTY_S

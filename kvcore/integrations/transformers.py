@@ -169,7 +169,7 @@ def _geometry(config: PretrainedConfig) -> tuple[int, int, int]:
     for number, layer in enumerate(layers):
         if type(layer) is not DynamicLayer:
             kind = type(layer).__name__
-            raise ConfigError(f"model {config.model_type!r}: layer {number} caches as {kind}; only models of full attention can be paged")
+            raise ConfigError(f"model {config.model_type!r}: layer {number} caches as {kind}; choose a model of full attention")
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

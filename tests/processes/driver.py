@@ -245,10 +245,6 @@ class Handle:
     def receive(self, pages: Sequence[int] | dict[str, list[int]] = ()) -> None:
         self._call("receive", pages if isinstance(pages, dict) else {"kv": list(pages)})
 
-    def lie(self, pages: Sequence[int]) -> None:
-        """Publish indices that ``receive`` would refuse."""
-        self.child.work("lie", self.name, "kv", list(pages))
-
     def poll(self) -> str:
         return str(self._call("poll"))
 

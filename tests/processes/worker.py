@@ -16,7 +16,6 @@ import time
 from collections import deque
 from dataclasses import asdict, replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
@@ -60,7 +59,6 @@ class Worker:
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {"worker": self}
         self._arrays: dict[str, list[np.ndarray[Any, Any]]] = {}
-        self._pools: dict[str, kvcore.Pool] = {}
         self._log = Log()
         logging.getLogger("kvcore").addHandler(self._log)
         logging.getLogger("kvcore").setLevel(logging.INFO)
@@ -76,8 +74,7 @@ class Worker:
         shape = (pages, page_bytes)
         arrays = [random.integers(1, 255, shape, np.uint8) if seed else np.zeros(shape, np.uint8) for _ in range(layers)]
         self._arrays[name] = arrays
-        self._pools[name] = kvcore.Pool.from_tensors(name, [array.view(dtype) for array in arrays], page_size=page_size)
-        return self._pools[name]
+        return kvcore.Pool.from_tensors(name, [array.view(dtype) for array in arrays], page_size=page_size)
 
     def stop(self) -> None:
         """Close the manager and drop everything of it."""
@@ -86,7 +83,6 @@ class Worker:
             manager.close()
         self.objects = {"worker": self}
         self._arrays.clear()
-        self._pools.clear()
         self._log.lines.clear()
 
     def pretend(self, wire_version: str, major: int) -> None:
@@ -126,17 +122,27 @@ class Worker:
             self.objects["manager"].add_observer(self.objects["plan"])
         self.objects[name] = self.objects["plan"].hold(room=room, times=1)
 
+    def open_many(self, do: str, first: int, number: int, *args: str) -> None:
+        """Open many rooms, one side of each; every other receiver publishes a destination."""
+        manager = self.objects["manager"]
+        self.objects["many"] = handles = [getattr(manager, do)(room, *args) for room in range(first, first + number)]
+        for receiver in handles[::2] if do == "receiver" else ():
+            receiver.receive([0])
+
+    def poll_many(self) -> list[int]:
+        """The states of all of these."""
+        return list(map(int, self.objects["manager"].poll_all(self.objects["many"])))
+
+    def cpu_s(self) -> float:
+        """CPU seconds of this process so far."""
+        return time.process_time()
+
     def until(self, on: str, states: list[str], timeout: float) -> str:
         """Wait until a handle has one of the states; returns the state it has then."""
         deadline = time.monotonic() + timeout
         while self.objects[on].poll().name not in states and time.monotonic() < deadline:
             threading.Event().wait(STEP_S)
         return str(self.objects[on].poll().name)
-
-    def lie(self, on: str, pool: str, pages: list[int]) -> None:
-        """``receive`` of a receiver, with indices that it would refuse if its pool were asked."""
-        with mock.patch.object(self._pools[pool], "indices", lambda pages: np.array(pages, np.int64)):
-            self.objects[on].receive({pool: pages})
 
     def held(self) -> dict[str, int]:
         """The stores of rooms that are not empty (C7)."""

@@ -111,9 +111,9 @@ class Endings:
         while queue:
             packet = queue.pop(0)
             to = self.steps.packets.values[packet].to
-            for index, proc in enumerate(self.values(node)):
-                if proc.instance == to:
-                    move = self.steps.deliver(node[0][index], packet)
+            for index, number in enumerate(node[0]):
+                if self.steps.instances[number] == to:
+                    move = self.steps.deliver(number, packet)
                     procs, engine = (*node[0][:index], move.after, *node[0][index + 1 :]), node[1]
                     for start in move.starts:
                         engine = self.started(procs, engine, index, start)

@@ -12,6 +12,7 @@ from tests.protocol import rules
 from tests.protocol.endings import Endings, ended, fence, lost
 from tests.protocol.network import Arrival, Links, Network, Procs, SetNetwork
 from tests.protocol.steps import Interner, Move, Steps
+from tests.protocol.table import Entry
 from tests.protocol.world import Action, Engine, Modules, Proc, Scope, Violation
 
 Label = str | int  # an action's name, or the number of a packet that arrived, or -1 - that of one that was lost
@@ -35,7 +36,8 @@ class Result:
     moments: int = 0  # states without their networks: each was also ended in peace, and checked
     complete: bool = False
     seconds: float = 0.0
-    reached: set[tuple[str, str]] = field(default_factory=set)
+    handled: set[tuple[str, str]] = field(default_factory=set)  # by side: events, messages and limits that did something
+    reached: set[Entry] = field(default_factory=set)
 
     def __str__(self) -> str:
         how = "complete" if self.complete else "bounded"
@@ -58,7 +60,7 @@ class Explorer:
 
     def run(self, max_states: int = 10**9, max_seconds: float = 1e9) -> Result:
         """Explore until everything was seen or a bound is met; raises ``Violation`` with the shortest trace."""
-        result, begun = Result(self.scope, reached=self.steps.reached), time.monotonic()
+        result, begun = Result(self.scope, handled=self.steps.handled, reached=self.steps.reached), time.monotonic()
         at = -1
         try:
             procs = tuple(self.steps.number(proc) for proc in self.steps.model.start())
@@ -76,7 +78,7 @@ class Explorer:
                     result.transitions += 1
                     self.visit(world, at, label)
         except Violation as violation:
-            raise Violation(violation.rule, f"{str(violation).partition(': ')[2]}\n  after: {'; '.join(self.trace(self._at))}") from None
+            raise Violation(violation.rule, f"{violation.text}\n  after: {'; '.join(self.trace(self._at))}") from None
         result.complete = at + 1 == len(self._where)
         result.states, result.moments, result.seconds = len(self._where), len(self.nodes.values), time.monotonic() - begun
         return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from unittest import mock
@@ -39,18 +40,26 @@ class Mutant:
     rules: frozenset[str]
 
 
+def patched(name: str, patches: Iterable[Patch], shipped: Mapping[str, ModuleType]) -> dict[str, ModuleType]:
+    """Modules made anew from their patched sources, in that order, each in place of the shipped one for those behind it.
+
+    Raises ValueError if a patch's text is not found exactly once.
+    """
+    made: dict[str, ModuleType] = {}
+    for key, original in shipped.items():
+        source = inspect.getsource(original)
+        for patch in patches:
+            if patch.module == key:
+                if source.count(patch.old) != 1:
+                    raise ValueError(f"{name}: {source.count(patch.old)} times in {key}.py: {patch.old!r}")
+                source = source.replace(patch.old, patch.new)
+        module = made[key] = ModuleType(original.__name__)
+        with mock.patch.dict(sys.modules, {shipped[other].__name__: new for other, new in made.items()}):
+            exec(compile(source, f"<{name}: {key}.py>", "exec"), module.__dict__)
+    return made
+
+
 def mutated(mutant: Mutant) -> Modules:
     """The modules with the mutant's patches; raises ValueError if a text is not found exactly once."""
-    made: dict[str, ModuleType] = {}
-    for name, shipped in SHIPPED.items():
-        source = inspect.getsource(shipped)
-        for patch in mutant.patches:
-            if patch.module == name:
-                if source.count(patch.old) != 1:
-                    raise ValueError(f"{mutant.name}: {source.count(patch.old)} times in {name}.py: {patch.old!r}")
-                source = source.replace(patch.old, patch.new)
-        module = ModuleType(shipped.__name__)
-        with mock.patch.dict(sys.modules, {**{f"kvcore.protocol.{key}": value for key, value in made.items()}, shipped.__name__: module}):
-            exec(compile(source, f"<{mutant.name}: {name}.py>", "exec"), module.__dict__)
-        made[name] = module
+    made = patched(mutant.name, mutant.patches, SHIPPED)
     return Modules(made["sender"], made["receiver"], made["sender_state"], made["receiver_state"])

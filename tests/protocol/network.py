@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple, Protocol
 
 from tests.protocol.steps import Move, Steps, bits
@@ -44,22 +46,33 @@ class Network(Protocol):
 
 
 class _Seen:
-    """What is known of the packets for one process: looked at, changing it, and answered without changing it."""
+    """What is known of the packets for one process: looked at, changing it, answered without changing it, and dropped for good."""
 
-    __slots__ = ("address", "answers", "known", "moves", "resends")
+    __slots__ = ("address", "answers", "asked", "dropped", "known", "moves", "replies", "resends")
 
     def __init__(self, address: str, resends: int) -> None:
         self.address, self.resends = address, resends
-        self.known = self.moves = 0
+        self.known = self.moves = self.asked = self.dropped = 0
         self.answers: dict[int, int] = {}
+        self.replies: dict[int, int] = {}
+
+    def reply(self, net: int) -> int:
+        """Everything that it answers to a network."""
+        asked = net & self.asked
+        reply = self.replies.get(asked)
+        if reply is None:
+            reply = self.replies[asked] = reduce(or_, (answer for packet, answer in self.answers.items() if asked & packet), 0)
+        return reply
 
 
 class SetNetwork:
     """Any message ever sent may arrive at any time, any number of times, or never. A network is the set of messages, as a bit mask.
 
-    Two reductions, both sound because more messages only allow more: what a process may send without changing (resends, and answers
-    to what has been sent) is sent at once, for a message may also never arrive; and of two worlds that differ only in the network,
-    one whose messages are among the other's needs no exploring. The rules speak of processes and engine, or forbid a message.
+    Three reductions. Two are sound because more messages only allow more: what a process may send without changing (resends, and
+    answers to what has been sent) is sent at once, for a message may also never arrive; and of two worlds that differ only in the
+    network, one whose messages are among the other's needs no exploring. The rules speak of processes and engine, or forbid a message.
+    With restarts, messages to the dead, and those of the dead to who knows that they are gone (P3), do nothing for ever: they are
+    forgotten, but for those that a rule forbids.
     """
 
     def __init__(self, steps: Steps) -> None:
@@ -79,11 +92,17 @@ class SetNetwork:
                 new = net & addressed.get(seen.address, 0) & ~seen.known
                 if new:
                     self._look(number, seen, new)
-                for packet, answer in seen.answers.items():
-                    if net & packet:
-                        net |= answer
+                net |= seen.reply(net)
             if net == before:
-                return net
+                return net & self._heard(procs) if self.steps.scope.restart else net
+
+    def _heard(self, procs: Procs) -> int:
+        """Packets that may do something yet, or are forbidden."""
+        heard = self.steps.forbidden
+        for number in procs:
+            seen = self._seen[number]
+            heard |= self.steps.addressed.get(seen.address, 0) & ~seen.dropped
+        return heard
 
     def _first(self, number: int) -> _Seen:
         mask = 0
@@ -100,6 +119,9 @@ class SetNetwork:
                 seen.moves |= 1 << packet
             elif move.mask:
                 seen.answers[1 << packet] = move.mask
+                seen.asked |= 1 << packet
+            elif self.steps.deaf(number, packet):
+                seen.dropped |= 1 << packet
         seen.known |= new
 
     def arrivals(self, procs: Procs, net: int) -> Iterator[Arrival]:

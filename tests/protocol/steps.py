@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from kvcore.protocol import events as ev
+from kvcore.protocol.messages import Drained
 from tests.protocol.step_rules import check_state, check_step
+from tests.protocol.table import Entry, entries
 from tests.protocol.world import Action, Model, Modules, Proc, Scope, lives_after
 
 
@@ -54,8 +56,11 @@ class Steps:
     def __init__(self, scope: Scope, modules: Modules) -> None:
         self.scope, self.modules, self.model = scope, modules, Model(scope, modules)
         self.procs, self.packets = Interner(), Interner()
+        self.instances: list[str] = []  # of each process
         self.addressed: dict[str, int] = {}
-        self.reached: set[tuple[str, str]] = set()
+        self.forbidden = 0  # packets that a rule may forbid (R2)
+        self.handled: set[tuple[str, str]] = set()
+        self.reached: set[Entry] = set()
         self._acted: dict[tuple[int, Action], Move] = {}
         self._delivered: dict[tuple[int, int], Move] = {}
         self._actions: dict[int, list[tuple[str, Move]]] = {}
@@ -70,6 +75,7 @@ class Steps:
         if number == known:
             to = self.address(packet.to)
             self.addressed[to] = self.addressed.get(to, 0) | 1 << number
+            self.forbidden |= isinstance(packet.message, Drained) << number
         return number
 
     def number(self, proc: Proc) -> int:
@@ -78,6 +84,7 @@ class Steps:
         if number is None:
             check_state(self.modules, proc)
             number = self.procs(proc)
+            self.instances.append(proc.instance)
         return number
 
     def act(self, number: int, action: Action) -> Move:
@@ -87,16 +94,20 @@ class Steps:
         return move
 
     def deliver(self, number: int, packet: int) -> Move:
-        """What a message does to a process it is addressed to. One of an older instance, known to be gone, is dropped (P3)."""
+        """What a message does to a process it is addressed to."""
         move = self._delivered.get((number, packet))
         if move is None:
-            proc, what = self.procs.values[number], self.packets.values[packet]
-            if self.scope.restart and what.source in proc.lost:
+            if self.deaf(number, packet):
                 move = Move(number)
             else:
+                proc, what = self.procs.values[number], self.packets.values[packet]
                 move = self._take(proc, Action("", (ev.Got(what.message, self.model.party(what.source, proc)),)))
             self._delivered[number, packet] = move
         return move
+
+    def deaf(self, number: int, packet: int) -> bool:
+        """Whether a message of an older instance is dropped, now and for ever, by one that knows that it is gone (P3)."""
+        return self.scope.restart and self.packets.values[packet].source in self.procs.values[number].lost
 
     def actions(self, number: int) -> list[tuple[str, Move]]:
         """What may happen to a process whatever the others do."""
@@ -121,6 +132,7 @@ class Steps:
             before = proc
             proc, effects = self._step(proc, event, action)
             all_effects += effects
+            self.reached |= entries(proc.side, event, before.state, proc.state, effects)
             if proc.state != before.state or effects:
                 self._note(proc, event)
         sends = tuple(
@@ -152,9 +164,9 @@ class Steps:
     def _note(self, proc: Proc, event: ev.Event) -> None:
         """Which handlers did something."""
         kind = type(event.message if isinstance(event, ev.Got) else event).__name__
-        self.reached.add((proc.side, kind))
+        self.handled.add((proc.side, kind))
         if isinstance(event, ev.Timeout):
-            self.reached.add((proc.side, str(event.timer.subject[0])))
+            self.handled.add((proc.side, str(event.timer.subject[0])))
 
 
 def _state(proc: Proc) -> Any:

@@ -127,8 +127,11 @@ class Violation(AssertionError):
     """A rule of the contract does not hold; ``rule`` is its id."""
 
     def __init__(self, rule: str, text: str) -> None:
-        super().__init__(f"{rule}: {text}")
-        self.rule = rule
+        super().__init__(rule, text)
+        self.rule, self.text = rule, text
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.text}"
 
 
 @dataclass

@@ -1,0 +1,5 @@
+"""``kvcore bench``: measurements, each in a module of its own.
+
+``setup.py`` is what those of two processes share, ``report.py`` the JSON object that all write, ``command.py`` the command line. A
+measurement has its parameters, a ``measure`` that returns a list of results, a ``table`` of them for people, and what its two processes do.
+"""

@@ -1,0 +1,130 @@
+"""The commands ``kvcore bench …``: options in, a table or JSON out. What measures is imported when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcore.cli_options import Backend, Host, JsonFile, OptionsFile, Timeout, read_options, seconds, write_json
+from kvcore.installed import find_backend
+from kvcore.progress import progress
+
+if TYPE_CHECKING:
+    from kvcore.bench.setup import Setup
+
+MOST_BYTES = 1 << 34
+"""Of one side's pool."""
+MOST_ROOMS = 1_000_000
+IN_FLIGHT = [1, 64]
+PAGE_BYTES = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
+
+bench = typer.Typer(name="bench", help="Measure: rooms a second, bandwidth, the cost of waiting, the planner.")
+
+Repeats = Annotated[int, typer.Option(min=1, max=1000, help="How often it is measured, after once for warming up.")]
+
+
+@bench.command()
+def rooms(
+    context: typer.Context,
+    backend: Backend = "local",
+    rooms: Annotated[int, typer.Option(min=1, max=MOST_ROOMS, help="Rooms of one repeat.")] = 1000,
+    in_flight: Annotated[list[int], typer.Option(min=1, max=10_000, help="Rooms at a time; may be given more than once.")] = IN_FLIGHT,
+    page_bytes: Annotated[int, typer.Option(min=1, max=MOST_BYTES, help="Bytes of the one page of a room.")] = 16384,
+    repeats: Repeats = 3,
+    options: OptionsFile = None,
+    host: Host = "127.0.0.1",
+    timeout: Timeout = 120.0,
+    json_file: JsonFile = None,
+) -> None:
+    """Rooms a second, a room's latency, and CPU time a room on both sides; one page a room."""
+    _fit(rooms * page_bytes, "--page-bytes", "one page a room")
+    setup = _setup(context, backend, options, host, timeout)
+    from kvcore.bench import rooms as measurement
+
+    parameters = measurement.Parameters(rooms, tuple(in_flight), page_bytes, repeats)
+    with progress() as watch:
+        results = measurement.measure(setup, parameters, watch)
+    _tell("bench rooms", setup, parameters, results, measurement.table(results), json_file)
+
+
+@bench.command()
+def bandwidth(
+    context: typer.Context,
+    backend: Backend = "local",
+    page_bytes: Annotated[
+        list[int], typer.Option(min=1, max=MOST_BYTES, help="Bytes of a page; may be given more than once.")
+    ] = PAGE_BYTES,
+    room_bytes: Annotated[int, typer.Option(min=1, max=MOST_BYTES, help="Bytes of a room, a page at least.")] = 64 << 20,
+    repeats: Repeats = 5,
+    options: OptionsFile = None,
+    host: Host = "127.0.0.1",
+    timeout: Timeout = 120.0,
+    json_file: JsonFile = None,
+) -> None:
+    """Bytes a second, and CPU time a GiB on both sides, for pages of several sizes that lie scattered."""
+    setup = _setup(context, backend, options, host, timeout)
+    from kvcore.bench import bandwidth as measurement
+
+    parameters = measurement.Parameters(tuple(page_bytes), room_bytes, repeats)
+    with progress() as watch:
+        results = measurement.measure(setup, parameters, watch)
+    _tell("bench bandwidth", setup, parameters, results, measurement.table(results), json_file)
+
+
+@bench.command()
+def idle(
+    context: typer.Context,
+    backend: Backend = "local",
+    rooms: Annotated[int, typer.Option(min=1, max=MOST_ROOMS, help="Rooms that wait.")] = 5000,
+    window: Annotated[float, typer.Option(callback=seconds, help="Seconds to look at the clocks for.")] = 5.0,
+    options: OptionsFile = None,
+    host: Host = "127.0.0.1",
+    timeout: Timeout = 120.0,
+    json_file: JsonFile = None,
+) -> None:
+    """CPU share of both processes while nothing moves: without rooms, and with many that wait."""
+    if window >= timeout:
+        raise typer.BadParameter(f"{window:g} s is not below the {timeout:g} s of --timeout", param_hint="--window")
+    setup = _setup(context, backend, options, host, timeout)
+    from kvcore.bench import idle as measurement
+
+    parameters = measurement.Parameters(rooms, window)
+    with progress() as watch:
+        results = measurement.measure(setup, parameters, watch)
+    _tell("bench idle", setup, parameters, results, measurement.table(results), json_file)
+
+
+@bench.command()
+def plan(repeats: Annotated[int, typer.Option(min=1, help="How often each chunk is planned.")] = 30, json_file: JsonFile = None) -> None:
+    """Median times of the planner, in this process, without a backend. Exits 1 if one misses its target."""
+    from kvcore.bench import plan as measurement
+
+    parameters = measurement.Parameters(repeats)
+    with progress() as watch:
+        watch("measuring", "the planner")
+        results = measurement.measure(parameters)
+    _tell("bench plan", None, parameters, results, measurement.table(results), json_file)
+    if any(result.missed for result in results):
+        raise typer.Exit(1)
+
+
+def _setup(context: typer.Context, backend: str, options: Path | None, host: str, patience_s: float) -> Setup:
+    find_backend(backend)  # a misspelt name should not wait for two processes
+    from kvcore.bench.setup import Setup
+
+    return Setup(backend, read_options(options), host, patience_s, bool(context.obj))
+
+
+def _fit(nbytes: int, option: str, what: str) -> None:
+    if nbytes > MOST_BYTES:
+        raise typer.BadParameter(f"{what} makes a pool of {nbytes} bytes, above {MOST_BYTES}", param_hint=option)
+
+
+def _tell(command: str, setup: Setup | None, parameters: Any, results: list[Any], table: Iterable[str], json_file: Path | None) -> None:
+    from kvcore.bench.report import report
+
+    if not write_json(json_file, report(command, setup, parameters, results)):
+        typer.echo("\n".join(table))

@@ -1,0 +1,101 @@
+"""``bench plan``: median times of the planner, which needs neither a backend nor memory, beside their targets."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcore.memory import Indices, PoolGeometry, Region
+from kvcore.planner import Layout, plan, split
+
+PAGE_BYTES = 32 * 1024
+NUM_PAGES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """How often each case is planned."""
+
+    repeats: int = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One chunk: ``pages`` in as many ``regions``, ``scattered`` or in one run, cut into batches of ``cut`` descriptors."""
+
+    pages: int
+    regions: int
+    scattered: bool
+    cut: int | None
+    target_ms: float
+
+    def __str__(self) -> str:
+        kind = "scattered pages" if self.scattered else "pages in one run"
+        cut = f", batches of {self.cut}" if self.cut is not None else ""
+        return f"{self.pages} {kind} x {self.regions} regions{cut}"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One case's median."""
+
+    case: Case
+    median_ms: float
+
+    @property
+    def missed(self) -> bool:
+        """Whether it took longer than its target."""
+        return self.median_ms > self.case.target_ms
+
+
+CASES = (
+    Case(2048, 128, True, None, 10.0),
+    Case(8192, 128, True, None, 40.0),
+    Case(8192, 128, True, 4096, 40.0),
+    Case(8192, 128, False, None, 0.5),
+    Case(1, 128, False, None, 0.5),
+)
+
+
+def measure(parameters: Parameters, cases: Sequence[Case] = CASES) -> list[Result]:
+    """Plan every case."""
+    return [Result(case, _median_ms(case, parameters.repeats)) for case in cases]
+
+
+def table(results: Sequence[Result]) -> Iterator[str]:
+    """The results for people."""
+    yield "median ms   target ms   chunk"
+    for one in results:
+        yield f"{one.median_ms:>9.3f} {one.case.target_ms:>11g}   {one.case}{'  MISSED' if one.missed else ''}"
+
+
+def _median_ms(case: Case, repeats: int) -> float:
+    """Median milliseconds of planning a chunk and cutting it into batches."""
+    side, pages, times = _layout(case.regions), _pages(case), []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        for _batch in split(plan(side, side, {"kv": pages}), case.cut, None):
+            pass
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e3
+
+
+def _layout(regions: int) -> Layout:
+    """One pool of ``regions`` regions somewhere high in the address space; nothing is allocated."""
+    nbytes = NUM_PAGES * PAGE_BYTES
+    listed = [Region(0x7000_0000_0000 + number * nbytes, nbytes, layer=number) for number in range(regions)]
+    layers = tuple(range(regions))
+    return Layout.of([PoolGeometry("kv", NUM_PAGES, 16, "float16", (PAGE_BYTES,) * regions, layers, ("",) * regions)], listed)
+
+
+def _pages(case: Case) -> tuple[Indices, Indices]:
+    """The chunk's pages on both sides; scattered ones have no run worth merging."""
+    if case.scattered:
+        random = np.random.default_rng(0)
+        return random.permutation(NUM_PAGES)[: case.pages], random.permutation(NUM_PAGES)[: case.pages]
+    run = np.arange(case.pages, dtype=np.int64)
+    return run, run + 7

@@ -1,0 +1,167 @@
+"""``bench rooms``: how many rooms a second, how long one takes, and what it costs. One page a room, so it is the core that is measured."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcore.bench.setup import SEED, Address, Clock, Go, Measured, Setup, manager, verify
+from kvcore.buffers import Buffer, memory_kinds, random_pages
+from kvcore.progress import Watch
+from kvcore.sides import Close, Link, Sides
+from kvcore.states import Side
+
+SOURCE_PAGES = 256
+AHEAD = 16
+"""Senders that prefill has open beyond twice those that decode has in flight, so that decode never waits for one to be opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """``rooms`` are measured ``repeats`` times for each number of rooms ``in_flight``, after as many for warming up."""
+
+    rooms: int = 1000
+    in_flight: tuple[int, ...] = (1, 64)
+    page_bytes: int = 16 * 1024
+    repeats: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Of one number of rooms in flight: medians of the repeats; latencies of all rooms, as decode's caller sees them."""
+
+    in_flight: int
+    rooms_per_s: float
+    rooms_per_s_each: tuple[float, ...]
+    latency_ms_median: float
+    latency_ms_p90: float
+    latency_ms_p99: float
+    latency_ms_max: float
+    prefill_cpu_us_per_room: float
+    decode_cpu_us_per_room: float
+    rooms_verified: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One repeat: ``rooms`` from number ``first`` on, ``in_flight`` at a time."""
+
+    in_flight: int
+    first: int
+    rooms: int
+    note: str
+
+
+def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
+    """Run all of it. Raises ``ToolError`` if a room fails or a page arrives with wrong bytes."""
+    found: dict[int, list[dict[Side, Measured]]] = {}
+    with Sides("bench", work, (setup, parameters), setup.patience_s, watch, setup.debug) as sides:
+        sides.tell("decode", sides.hear("prefill", Address))
+        for batch in batches(parameters):
+            watch("measuring", batch.note)
+            sides.tell_both(Go())
+            found.setdefault(batch.in_flight, []).append(sides.hear_both(Measured))
+        sides.close()
+    return [result(in_flight, parameters, repeats[1:]) for in_flight, repeats in found.items()]
+
+
+def batches(parameters: Parameters) -> Iterator[Batch]:
+    """All repeats in order, with room numbers that are never used twice; the first of each number in flight warms up."""
+    first = 1
+    for in_flight in dict.fromkeys(parameters.in_flight):
+        for repeat in range(parameters.repeats + 1):
+            note = f"{in_flight} in flight, " + (f"repeat {repeat} of {parameters.repeats}" if repeat else "warming up")
+            yield Batch(in_flight, first, parameters.rooms, note)
+            first += parameters.rooms
+
+
+def result(in_flight: int, parameters: Parameters, repeats: Sequence[dict[Side, Measured]]) -> Result:
+    """What the repeats come to."""
+    rooms = parameters.rooms
+    rates = tuple(rooms / each["decode"].seconds for each in repeats)
+    latencies = np.concatenate([each["decode"].latencies_s for each in repeats]) * 1e3
+    median, p90, p99, most = (float(value) for value in np.percentile(latencies, (50, 90, 99, 100)))
+    cpu = {side: statistics.median(each[side].cpu_s for each in repeats) / rooms * 1e6 for side in ("prefill", "decode")}
+    return Result(
+        in_flight, statistics.median(rates), rates, median, p90, p99, most, cpu["prefill"], cpu["decode"], rooms * (len(repeats) + 1)
+    )
+
+
+def table(results: Sequence[Result]) -> Iterator[str]:
+    """The results for people."""
+    yield "in flight   rooms/s   latency ms: median     p90     p99     max   CPU us/room: prefill  decode"
+    for one in results:
+        latency = f"{one.latency_ms_median:>18.2f} {one.latency_ms_p90:>7.2f} {one.latency_ms_p99:>7.2f} {one.latency_ms_max:>7.2f}"
+        cpu = f"{one.prefill_cpu_us_per_room:>21.0f} {one.decode_cpu_us_per_room:>7.0f}"
+        yield f"{one.in_flight:>9} {one.rooms_per_s:>9.0f}   {latency} {cpu}"
+    yield f"every byte of {sum(one.rooms_verified for one in results)} rooms verified"
+
+
+def work(side: Side, settings: tuple[Setup, Parameters], link: Link) -> None:
+    """One of the two processes."""
+    setup, parameters = settings
+    (_prefill if side == "prefill" else _decode)(setup, parameters, link)
+
+
+def _prefill(setup: Setup, parameters: Parameters, link: Link) -> None:
+    buffer = Buffer(memory_kinds(setup.backend), SOURCE_PAGES, parameters.page_bytes)
+    buffer.write(random_pages(SEED, SOURCE_PAGES, parameters.page_bytes))
+    with manager("prefill", setup, buffer) as prefill:
+        link.tell(Address(prefill.address))
+
+        async def send(number: int) -> None:
+            with prefill.sender(number) as sender:
+                sender.send([number % SOURCE_PAGES], last=True)
+                await sender
+                sender.raise_for_failure()
+
+        for batch in batches(parameters):
+            link.hear(Go)
+            clock = Clock()
+            asyncio.run(_lanes(2 * batch.in_flight + AHEAD, send, batch))
+            link.tell(clock.read())
+        link.hear(Close)
+
+
+def _decode(setup: Setup, parameters: Parameters, link: Link) -> None:
+    expected = random_pages(SEED, SOURCE_PAGES, parameters.page_bytes)
+    buffer = Buffer(memory_kinds(setup.backend), parameters.rooms, parameters.page_bytes)
+    with manager("decode", setup, buffer) as decode:
+        address = link.hear(Address).text
+        latencies: list[float] = []
+
+        async def receive(number: int) -> None:
+            began = time.perf_counter()
+            with decode.receiver(number, prefill=address) as receiver:
+                receiver.receive([number % parameters.rooms])
+                await receiver
+                latencies.append(time.perf_counter() - began)
+                receiver.raise_for_failure()
+
+        for batch in batches(parameters):
+            buffer.clear()
+            latencies.clear()
+            link.hear(Go)
+            clock = Clock()
+            asyncio.run(_lanes(batch.in_flight, receive, batch))
+            measured = clock.read(tuple(latencies))
+            numbers = np.arange(batch.first, batch.first + batch.rooms)
+            verify(buffer.read()[numbers % parameters.rooms], expected[numbers % SOURCE_PAGES], setup)
+            link.tell(measured)
+        link.hear(Close)
+
+
+async def _lanes(count: int, carry: Callable[[int], Awaitable[None]], batch: Batch) -> None:
+    """Carry all rooms of a batch, ``count`` at a time, each when one before it has ended."""
+    numbers = iter(range(batch.first, batch.first + batch.rooms))
+
+    async def lane() -> None:
+        for number in numbers:
+            await carry(number)
+
+    await asyncio.gather(*(lane() for _ in range(count)))

@@ -1,0 +1,92 @@
+"""What measurements of two processes share: managers, messages, clocks, and the check of the bytes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+import kvcore
+from kvcore.buffers import Buffer, Bytes
+from kvcore.sides import ToolError
+from kvcore.states import Side
+
+MIB, GIB = 1 << 20, 1 << 30
+SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What moves the pages, and where. ``patience_s``: seconds without a sign of life, or of one room, before giving up."""
+
+    backend: str
+    options: dict[str, Any] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    patience_s: float = 120.0
+    debug: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """From prefill, passed on to decode: where prefill is."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """To a side: the next thing that is measured begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """From a side: it is ready for the next thing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """From a side: what it has measured of its own. ``latencies_s`` by decode only, one a room, from opened to SUCCESS."""
+
+    seconds: float
+    cpu_s: float
+    latencies_s: tuple[float, ...] = ()
+
+
+class Clock:
+    """Seconds, and CPU seconds of this process, since it was made."""
+
+    def __init__(self) -> None:
+        self._began, self._cpu = time.perf_counter(), time.process_time()
+
+    def read(self, latencies_s: tuple[float, ...] = ()) -> Measured:
+        """What has passed."""
+        return Measured(time.perf_counter() - self._began, time.process_time() - self._cpu, latencies_s)
+
+
+def manager(side: Side, setup: Setup, buffer: Buffer) -> kvcore.KVManager:
+    """A manager with one pool, ``kv``, of one region; its rooms may take as long as the driver has patience."""
+    patience_s = setup.patience_s
+    limits = kvcore.Limits(
+        bootstrap_s=patience_s, input_s=patience_s, transfer_s=patience_s, ticket_s=patience_s, quarantine_s=None, drain_s=1.0
+    )
+    config = kvcore.Config(role=side, backend=setup.backend, backend_options=setup.options, host=setup.host, limits=limits)
+    return kvcore.KVManager(config, [kvcore.Pool.from_tensors("kv", [buffer.tensor], page_size=1)])
+
+
+def finish(handle: kvcore.Handle, setup: Setup) -> None:
+    """Wait until a room has succeeded; raises its failure."""
+    handle.wait(setup.patience_s)
+    handle.raise_for_failure()
+    if not handle.poll().terminal:
+        raise ToolError(
+            f"room {handle.room} is still {handle.poll().name} after {setup.patience_s:g} s; try: kvcore doctor {setup.backend}"
+        )
+
+
+def verify(found: Bytes, expected: Bytes, setup: Setup) -> None:
+    """Compare pages, of shape ``[pages, page_bytes]``; raises ``ToolError`` if one is not as it was sent."""
+    wrong = int(np.count_nonzero((found != expected).any(axis=1)))
+    if wrong:
+        raise ToolError(f"{wrong} of {len(found)} pages have arrived with wrong bytes; try: kvcore doctor {setup.backend}")

@@ -1,0 +1,78 @@
+"""Options that several commands have, and what they are read from."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvcore.sides import ToolError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MOST_S = 86_400.0
+
+
+def seconds(value: float) -> float:
+    """An option's callback instead of its ``min`` and ``max``, which let NaN pass."""
+    if not math.isfinite(value) or not 1 <= value <= MOST_S:
+        raise typer.BadParameter(f"{value:g} is not a number of seconds from 1 to {MOST_S:g}")
+    return value
+
+
+def _options_file(path: Path | None) -> Path | None:
+    if path is not None:
+        read_options(path)
+    return path
+
+
+def _json_file(path: Path | None) -> Path | None:
+    if path is not None and str(path) != "-" and not path.parent.is_dir():
+        raise typer.BadParameter(f"folder {str(path.parent)!r} does not exist")
+    return path
+
+
+Backend = Annotated[str, typer.Option(metavar="NAME", help="The backend that moves the pages.")]
+OptionsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--options", metavar="FILE", exists=True, dir_okay=False, readable=True, callback=_options_file, help="TOML: the backend's options."
+    ),
+]
+Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Address of this host that both processes use.")]
+Timeout = Annotated[float, typer.Option(callback=seconds, help=f"Seconds without a sign of life before giving up, 1 to {MOST_S:g}.")]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", dir_okay=False, callback=_json_file, help="Write one JSON object there; - prints it instead."),
+]
+
+
+def read_options(path: Path | None) -> dict[str, Any]:
+    """A backend's options from a TOML file; none without a file. What is not TOML is wrong usage."""
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{path} is not TOML ({error})", param_hint="--options") from error
+
+
+def write_json(path: Path | None, value: dict[str, Any]) -> bool:
+    """Write to the file of ``--json``, or to stdout if that is "-"; whether stdout is taken by it."""
+    if path is None:
+        return False
+    if str(path) == "-":
+        typer.echo(json.dumps(value))
+        return True
+    try:
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ToolError(f"{path} cannot be written ({error.strerror}); choose another file for --json") from error
+    return False

@@ -1,0 +1,256 @@
+"""Two processes, one a side, each at the end of a pipe: in these the demo, the doctor and the benchmarks run their managers.
+
+The driver holds ``Sides``, a process holds a ``Link``. No wait is without bound: the driver gives up when both processes fall silent or
+one dies, and a process ends with its driver, whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from types import TracebackType
+from typing import Generic, TypeVar
+
+from kvcore.errors import KVCoreError
+from kvcore.progress import Watch
+from kvcore.states import Side
+
+STOP_S = 2.0
+SIDES: tuple[Side, Side] = ("prefill", "decode")
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class ToolError(KVCoreError):
+    """A command could not go on. ``trace`` is the traceback of the process in which it went wrong, if there is one."""
+
+    def __init__(self, text: str, trace: str = "") -> None:
+        super().__init__(text)
+        self.trace = trace
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """From a process: what it is about to do, for a person who watches, and for the error if it never gets there."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """From a process: why it cannot go on, in one line, and its traceback."""
+
+    text: str
+    trace: str
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """To both: all is said, end."""
+
+
+class Link:
+    """A process's end of its pipe to the driver. No wait on it outlasts the driver."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def tell(self, message: object) -> None:
+        """Send a message."""
+        self._connection.send(message)
+
+    def progress(self, text: str) -> None:
+        """Send word of what is being done."""
+        self.tell(Progress(text))
+
+    def fail(self, error: BaseException) -> None:
+        """Send word that it cannot go on; must be called while the error is handled."""
+        with suppress(OSError):  # the driver may be gone
+            self.tell(Failed(" ".join(str(error).split()) or type(error).__name__, traceback.format_exc()))
+
+    def hear(self, kind: type[T]) -> T:
+        """The next message, which must be of this kind."""
+        message = self._connection.recv()
+        if not isinstance(message, kind):
+            raise ToolError(f"expected {kind.__name__} from the driver, got {type(message).__name__}; this is a fault of kvcore, report it")
+        return message
+
+
+Work = Callable[[Side, S, Link], None]
+"""What a process does: a function of a module, its settings can be pickled, and it ends by hearing ``Close``."""
+
+
+class Sides(Generic[S]):
+    """The driver's end: a process a side, called ``kvcore-<command>-<side>``, that runs ``work``. Leaving the context ends both.
+
+    ``patience_s``: seconds without a word from either before giving up. ``watch`` is told what each side is doing.
+    """
+
+    def __init__(self, command: str, work: Work[S], settings: S, patience_s: float, watch: Watch, debug: bool = False) -> None:
+        self._patience_s = patience_s
+        self._watch = watch
+        self._doing: dict[Side, str] = dict.fromkeys(SIDES, "starting")
+        self._processes: dict[Side, SpawnProcess] = {}
+        self._pipes: dict[Side, Connection] = {}
+        self._inbox: dict[Side, deque[object]] = {side: deque() for side in SIDES}
+        for side in SIDES:
+            self._start(command, work, side, settings, debug)
+
+    def __enter__(self) -> Sides[S]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for process in self._processes.values():
+            process.terminate()
+        for process in self._processes.values():
+            process.join(STOP_S)
+            if process.is_alive():
+                process.kill()
+                process.join(STOP_S)
+
+    def tell(self, side: Side, message: object) -> None:
+        """Send a message to a side; raises ``ToolError`` if it has died."""
+        try:
+            self._pipes[side].send(message)
+        except OSError as error:
+            raise self._died(side) from error
+
+    def tell_both(self, message: object) -> None:
+        """Send a message to both, prefill first."""
+        for side in SIDES:
+            self.tell(side, message)
+
+    def hear(self, side: Side, kind: type[T]) -> T:
+        """The next message of a side; raises ``ToolError`` as soon as either side fails or dies, or if both fall silent."""
+        while not self._inbox[side]:
+            self._listen()
+        message = self._inbox[side].popleft()
+        if not isinstance(message, kind):
+            raise ToolError(f"expected {kind.__name__} from {side}, got {type(message).__name__}; this is a fault of kvcore, report it")
+        return message
+
+    def hear_both(self, kind: type[T]) -> dict[Side, T]:
+        """The next message of each side."""
+        return {side: self.hear(side, kind) for side in SIDES}
+
+    def close(self) -> None:
+        """Have both processes end by themselves, and wait until they have, without error."""
+        self.tell_both(Close())
+        deadline = time.monotonic() + self._patience_s
+        for side, process in self._processes.items():
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode is None:
+                raise ToolError(f"the {side} process does not end after all its work was done; run again with --debug")
+            while self._pipes[side].poll() and self._take(side):
+                pass
+            if process.exitcode:
+                raise self._died(side)
+
+    def _start(self, command: str, work: Work[S], side: Side, settings: S, debug: bool) -> None:
+        context = multiprocessing.get_context("spawn")
+        mine, theirs = context.Pipe()
+        name = f"kvcore-{command}-{side}"
+        process = context.Process(target=_main, args=(work, side, settings, theirs, debug), name=name, daemon=True)
+        with _interrupts_ignored():
+            process.start()
+        theirs.close()  # so that the pipe ends when the process does
+        self._processes[side], self._pipes[side] = process, mine
+
+    def _listen(self) -> None:
+        sides = {pipe: side for side, pipe in self._pipes.items()}
+        heard = wait(list(sides), timeout=self._patience_s)
+        if not heard:
+            doing = "; ".join(f"{side}: {self._doing[side]}" for side in SIDES)
+            raise ToolError(
+                f"neither process has said anything for {self._patience_s:g} s ({doing}); run again with --debug or a longer --timeout"
+            )
+        for pipe in heard:
+            side = sides[pipe]  # type: ignore[index]
+            if not self._take(side):
+                raise self._died(side)
+
+    def _take(self, side: Side) -> bool:
+        """File one message; False if there will be no more."""
+        try:
+            message = self._pipes[side].recv()
+        except (EOFError, OSError):
+            return False
+        if isinstance(message, Failed):
+            raise ToolError(f"{side}: {message.text}", message.trace)
+        if isinstance(message, Progress):
+            self._doing[side] = message.text
+            self._watch(side, message.text)
+        else:
+            self._inbox[side].append(message)
+        return True
+
+    def _died(self, side: Side) -> ToolError:
+        process = self._processes[side]
+        process.join(STOP_S)
+        return ToolError(
+            f"the {side} process has died ({_ending(process.exitcode)}, doing: {self._doing[side]}); "
+            "run again with --debug to see what it last said"
+        )
+
+
+def _ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        with suppress(ValueError):
+            return f"exit code {code}, {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def _main(work: Work[S], side: Side, settings: S, connection: Connection, debug: bool) -> None:
+    """Entry point of a process."""
+    threading.Thread(target=_end_with_driver, name="kvcore-driver-watch", daemon=True).start()
+    _leave_output_to_driver(debug)
+    link = Link(connection)
+    try:
+        work(side, settings, link)
+    except Exception as error:
+        link.fail(error)
+
+
+def _end_with_driver() -> None:
+    """The rooms of a process without a driver are nobody's, whatever it is waiting for."""
+    driver = multiprocessing.parent_process()
+    if driver is not None:
+        wait([driver.sentinel])
+        os._exit(1)
+
+
+def _leave_output_to_driver(debug: bool) -> None:
+    """What libraries write, also those in C, is shown with ``debug`` only, and never in stdout, where the driver's result goes."""
+    if debug:
+        os.dup2(2, 1)
+        logging.basicConfig(level=logging.INFO, format="%(processName)s %(name)s %(levelname)s %(message)s")
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(nowhere, number)
+    os.close(nowhere)
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """A process started meanwhile ignores Ctrl-C for life: the driver gets it too, and ends its processes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,142 @@
+"""``kvcore bench``: what is computed from the clocks, what is written, and that wrong bytes, rooms and processes are noticed."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from kvcore import cli
+from kvcore.bench import bandwidth, idle, plan, rooms
+from kvcore.bench.setup import GIB, Measured, Setup
+from kvcore.sides import ToolError
+from tests.commands import kvcore, one_line
+from tests.made_backends import LYING, make_backend
+
+FIELDS = ["schema", "command", "backend", "versions", "machine", "parameters", "results"]
+
+
+def run(*arguments: str) -> dict[str, object]:
+    """What a measurement prints as JSON."""
+    done = kvcore("bench", *arguments, "--json", "-")
+    assert (done.returncode, done.stderr) == (0, "")
+    found: dict[str, object] = json.loads(done.stdout)
+    assert list(found) == FIELDS
+    return found
+
+
+def test_rooms_are_measured_at_every_number_in_flight() -> None:
+    found = run("rooms", "--rooms", "40", "--repeats", "2", "--page-bytes", "512", "--in-flight", "1", "--in-flight", "8")
+    assert (found["schema"], found["command"], found["backend"]) == (1, "bench rooms", "local")
+    assert found["versions"]["distribution"] == "kvcore" and found["machine"]["cores"] >= 1  # type: ignore[index]
+    assert found["parameters"] == {
+        "rooms": 40, "in_flight": [1, 8], "page_bytes": 512, "repeats": 2, "options": {}, "host": "127.0.0.1",
+    }  # fmt: skip
+    for one, in_flight in zip(found["results"], (1, 8), strict=True):  # type: ignore[arg-type]
+        assert (one["in_flight"], one["rooms_verified"], len(one["rooms_per_s_each"])) == (in_flight, 120, 2)
+        assert 0 < one["latency_ms_median"] <= one["latency_ms_p90"] <= one["latency_ms_p99"] <= one["latency_ms_max"]
+        assert one["rooms_per_s"] > 0 and one["prefill_cpu_us_per_room"] > 0 and one["decode_cpu_us_per_room"] > 0
+
+
+def test_bandwidth_is_measured_for_every_size() -> None:
+    found = run("bandwidth", "--page-bytes", "4096", "--page-bytes", "100001", "--room-bytes", "70000", "--repeats", "1")
+    small, large = found["results"]  # type: ignore[misc]
+    assert (small["page_bytes"], small["pages"], small["room_bytes"], small["bytes_verified"]) == (4096, 17, 69632, 2 * 69632)
+    assert (large["pages"], large["room_bytes"]) == (1, 100001)  # one page at least
+    assert all(one["gb_per_s"] > 0 and one["prefill_cpu_s_per_gib"] > 0 and one["decode_cpu_s_per_gib"] > 0 for one in (small, large))
+
+
+def test_the_planner_is_measured_and_a_missed_target_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = plan.Case(8, 2, scattered=True, cut=4, target_ms=1000.0)
+    (quick,) = plan.measure(plan.Parameters(repeats=3), [case])
+    assert 0 < quick.median_ms < 1000.0
+    for missed in (False, True):
+        monkeypatch.setattr(plan, "measure", lambda parameters, missed=missed: [plan.Result(case, 1000.5 if missed else 0.5)])
+        assert cli.run(["bench", "plan"]) == int(missed)
+        out = capsys.readouterr().out
+        assert "8 scattered pages x 2 regions, batches of 4" in out and ("MISSED" in out) is missed
+
+
+# --- what is computed
+
+
+def test_no_room_number_is_used_twice_and_the_first_of_each_number_in_flight_warms_up() -> None:
+    found = list(rooms.batches(rooms.Parameters(rooms=10, in_flight=(1, 4, 1), repeats=2)))
+    numbers = [number for batch in found for number in range(batch.first, batch.first + batch.rooms)]
+    assert len(numbers) == len(set(numbers)) == 60
+    assert [(batch.in_flight, "warming up" in batch.note) for batch in found] == [
+        (1, True),
+        (1, False),
+        (1, False),
+        (4, True),
+        (4, False),
+        (4, False),
+    ]
+
+
+def test_rates_are_medians_and_latencies_are_those_of_all_rooms() -> None:
+    parameters = rooms.Parameters(rooms=100, repeats=3)
+    waits = tuple(number / 1000 for number in range(1, 101))
+    repeats = [
+        {"prefill": Measured(9.0, cpu, ()), "decode": Measured(seconds, 2 * cpu, waits)}
+        for seconds, cpu in ((1.0, 0.01), (4.0, 0.03), (2.0, 0.02))
+    ]
+    found = rooms.result(7, parameters, repeats)  # type: ignore[arg-type]
+    assert (found.in_flight, found.rooms_per_s, found.rooms_per_s_each) == (7, 50.0, (100.0, 25.0, 50.0))
+    assert found.latency_ms_median == pytest.approx(50.5) and found.latency_ms_max == pytest.approx(100.0)
+    assert found.latency_ms_p90 == pytest.approx(90.1) and found.latency_ms_p99 == pytest.approx(99.01)
+    assert (found.prefill_cpu_us_per_room, found.decode_cpu_us_per_room) == (pytest.approx(200.0), pytest.approx(400.0))
+    assert found.rooms_verified == 400
+    assert f"{'7':>9} {'50':>9}" in "\n".join(rooms.table([found]))
+
+
+def test_bandwidth_counts_the_bytes_of_the_pages_that_are_moved() -> None:
+    parameters = bandwidth.Parameters(page_bytes=(1 << 20,), room_bytes=(1 << 20) + 5, repeats=2)
+    repeats = [{"prefill": Measured(0.1, 0.5), "decode": Measured(seconds, 0.25)} for seconds in (0.001, 0.003)]
+    found = bandwidth.result(1 << 20, parameters, repeats)  # type: ignore[arg-type]
+    assert (found.pages, found.room_bytes, found.bytes_verified) == (1, 1 << 20, 3 << 20)
+    assert found.gb_per_s == pytest.approx(((1 << 20) / 1e6 + (1 << 20) / 3e6) / 2)
+    assert (found.prefill_cpu_s_per_gib, found.decode_cpu_s_per_gib) == (0.5 * GIB / (1 << 20), 0.25 * GIB / (1 << 20))
+
+
+def test_scattered_pages_are_all_pages_in_another_order_on_each_side() -> None:
+    one, two = bandwidth.scattered("prefill", 500), bandwidth.scattered("decode", 500)
+    assert sorted(one) == sorted(two) == list(range(500))
+    neighbours = sum(one[1:] - one[:-1] == 1) + sum(two[1:] - two[:-1] == 1)
+    assert neighbours < 20
+
+
+# --- what goes wrong
+
+
+@pytest.mark.parametrize(
+    "arguments", [("rooms", "--rooms", "10", "--repeats", "1"), ("bandwidth", "--page-bytes", "4096")], ids=["rooms", "bandwidth"]
+)
+def test_bytes_that_did_not_arrive_fail_the_measurement(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    done = kvcore("bench", *arguments, "--backend", "lying", path=make_backend(tmp_path, "lying", LYING))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert one_line(done.stderr) and "pages have arrived with wrong bytes; try: kvcore doctor lying" in done.stderr
+
+
+def test_a_room_that_fails_fails_the_measurement(tmp_path: Path) -> None:
+    refusing = "@hookimpl\ndef kvcore_transfer(self): raise OSError('link down')\n"
+    done = kvcore("bench", "rooms", "--backend", "refusing", path=make_backend(tmp_path, "refusing", refusing))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert one_line(done.stderr) and "room " in done.stderr and "link down" in done.stderr
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_process_that_dies_ends_the_measurement(side: str) -> None:
+    def kill(row: str, text: str) -> None:
+        if row == "measuring":
+            for process in multiprocessing.active_children():
+                if process.name == f"kvcore-bench-{side}":
+                    process.kill()
+
+    with pytest.raises(ToolError, match=rf"the {side} process has died \(exit code -9, SIGKILL, doing: "):
+        idle.measure(Setup("local"), idle.Parameters(rooms=1, window_s=30.0), kill)
+    assert multiprocessing.active_children() == []
