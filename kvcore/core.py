@@ -43,6 +43,7 @@ from kvcore.wire import VERSION, Hello, Introduction, RegionInfo, RoomBody, chec
 log = logging.getLogger("kvcore.core")
 
 STOP_S = 5.0
+PRUNE_S = 1.0
 LAST_WORDS_S = 1.0
 """How long ``close`` waits for its last words to be acknowledged."""
 ROOM_STORES = (
@@ -63,6 +64,7 @@ class Core:
         self._close_lock = threading.Lock()
         self._changed = threading.Event()
         self._collected: list[Room] = []
+        self._prune_at = 0.0
         self._undo: list[Callable[[], object]] = []
         self._metrics = Metrics()
         self._limits_log = LimitsLog(log)
@@ -301,7 +303,9 @@ class Core:
     def _tick(self, now: float) -> float | None:
         while self._collected:
             self._clear_collected(self._collected.pop())
-        self.routes.prune()
+        if now >= self._prune_at:  # not at each turn: there may be thousands
+            self._prune_at = now + PRUNE_S
+            self.routes.prune()
         due = [self.table.tick(now), self._peers.tick(now)]
         return min((when for when in due if when is not None), default=None)
 

@@ -333,15 +333,18 @@ class Peers:
         """Repeat the hello of a link that somebody waits for; give up one that nobody does."""
         if link.peer is not None or not link.hello:
             return now + self._beat_s
+        if now < link.next_hello:
+            return link.next_hello
         link.waiters = [waiter for waiter in link.waiters if waiter.wanted()]
         if link.waiters:
             link.idle_since = now
         elif now - link.idle_since > self._send_s:
             self._drop_link(link)
             return now + self._beat_s
-        if now >= link.next_hello and not link.connecting:
+        link.next_hello = now + link.hello_s
+        if not link.connecting:
             self._say_hello(link, now)
-        return max(link.next_hello, now + 0.01)
+        return link.next_hello
 
     def sizes(self) -> dict[str, int]:
         """Entries of every per-peer store (C7)."""

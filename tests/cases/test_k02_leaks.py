@@ -522,22 +522,29 @@ def all_end_by_time_alone(pair: Duo, handles: Sequence[Handle], events: tuple[Ev
 
 @pytest.mark.parametrize(("side", "polled"), [("prefill", False), ("decode", False), ("decode", True)], ids=["prefill", "decode", "polled"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_c19_limits_fire_and_pages_come_back_without_new_work(backend: str, side: str, polled: bool) -> None:
-    """Rooms stuck at every stage, with an engine that ends nothing, and no new request: all end and give back by the limits of one side
-    alone."""
+def test_c19_limits_fire_without_new_work(backend: str, side: str, polled: bool) -> None:
+    """Rooms stuck at every stage, and no new request: all end, and what is kept of them goes, by the limits of one side alone."""
     with duo(backend, own={side: SHORT}, **BRIEF) as pair:
-        pair.pair().plan.drop_done()
-        events = observed(pair)
-        handles: list[Handle] = []
-        for stage in (f"{side} only", "joined", "published"):
-            handles += staged(pair, stage)
-        flying = at(pair, "published")
-        flying[0].send(PAGES, last=True)
-        all_end_by_time_alone(pair, [*handles, *flying], events, polled)
-        assert flying[1].failure is not None and "ticket_s (0.35 s) passed" in flying[1].failure.reason
-        for handle in (*handles, *flying):
+        events = observed(pair.pair())
+        stages = (f"{side} only", *MOMENTS[:3], "first chunk arrived")
+        handles = [handle for stage in stages for handle in staged(pair, stage)]
+        all_end_by_time_alone(pair, handles, events, polled)
+        for handle in handles:
             handle.clear()
         pair.stores_empty()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c19_a_ticket_that_never_ends_is_given_up_without_new_work(backend: str) -> None:
+    """A single room whose engine reports no end, and nothing else at all: ``ticket_s`` ends it, and its pages come back."""
+    with duo(backend, **BRIEF) as pair:
+        events = observed(pair.pair())
+        pair.plan.drop_done()
+        sender, receiver = at(pair, "published")
+        sender.send(PAGES, last=True)
+        all_end_by_time_alone(pair, [sender, receiver], events, polled=False)
+        for handle in (sender, receiver):
+            assert handle.failure is not None and "ticket_s (0.35 s) passed" in handle.failure.reason and handle.release_unproven
 
 
 def test_c19_a_worker_that_never_returns_holds_pages_no_longer_than_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -559,8 +559,6 @@ def test_c45_every_backend_serves_on_after_transfers_that_never_end(backend: str
 
 # --- C47: any single control message is lost
 
-SHORT: dict[str, float] = {"bootstrap_s": 0.8, "input_s": 0.5, "transfer_s": 0.5, "ticket_s": 0.3, "orphan_s": 0.3, "quarantine_s": 12.0}
-
 
 def begin(pair: Duo, story: str) -> tuple[Sender, Receiver]:
     """A room that goes a certain way, both its handles in use."""
@@ -616,28 +614,29 @@ def is_a(kind: type, state: KVPoll | None = None) -> Callable[[Letter, bool], bo
 
 
 LOST_FOR_GOOD = [
-    # what is lost; how the room goes; how the sender and the receiver end; what a side that ran into its limit waited for
-    ("join", is_a(Join), "opened", "FAILED", "FAILED", {"a receiver to join", "prefill rank 0 to open the room"}),
-    ("here", is_a(Here), "opened", "FAILED", "FAILED", {"a destination (a receiver has joined)", "prefill rank 0 to open the room"}),
-    ("destination", is_a(Destination), "opened", "FAILED", "FAILED", {"a destination (a receiver has joined)", "the sender's first chunk"}),
-    ("status", is_a(Status), "success", "SUCCESS", "FAILED", {"the sender's first chunk"}),
-    ("success", is_a(Status, KVPoll.SUCCESS), "success", "SUCCESS", "FAILED", {"the sender's last chunk"}),
-    ("beginning", is_a(Status, KVPoll.TRANSFERRING), "success", "SUCCESS", "SUCCESS", set()),
-    ("ack", is_a(Ack), "success", "SUCCESS", "SUCCESS", set()),
-    ("verdict", is_a(Status), "abort by prefill", "FAILED", "FAILED", {"the sender's first chunk"}),
-    ("ack of a failure", is_a(Ack), "abort by prefill", "FAILED", "FAILED", set()),
-    ("abort", is_a(Abort), "abort by decode", "FAILED", "FAILED", {"the first chunk to be handed over with send"}),
-    ("drained", is_a(Drained), "abort by decode", "FAILED", "FAILED", set()),
+    # what is lost; the limit it leads to; how the room goes; how both end; what a side that ran into its limit waited for
+    ("join", is_a(Join), "bootstrap_s", "opened", "FAILED", "FAILED", {"a receiver to join", "prefill rank 0 to open the room"}),
+    ("here", is_a(Here), "bootstrap_s", "opened", "FAILED", "FAILED", {"a destination (a rec", "prefill rank 0 to open the room"}),
+    ("destination", is_a(Destination), "bootstrap_s", "opened", "FAILED", "FAILED", {"a destination (a receiver has joined)"}),
+    ("status", is_a(Status), "input_s", "success", "SUCCESS", "FAILED", {"the sender's first chunk"}),
+    ("success", is_a(Status, KVPoll.SUCCESS), "transfer_s", "success", "SUCCESS", "FAILED", {"the sender's last chunk"}),
+    ("beginning", is_a(Status, KVPoll.TRANSFERRING), "transfer_s", "success", "SUCCESS", "SUCCESS", set()),
+    ("ack", is_a(Ack), "transfer_s", "success", "SUCCESS", "SUCCESS", set()),
+    ("verdict", is_a(Status), "input_s", "abort by prefill", "FAILED", "FAILED", {"the sender's first chunk"}),
+    ("ack of a failure", is_a(Ack), "input_s", "abort by prefill", "FAILED", "FAILED", set()),
+    ("abort", is_a(Abort), "input_s", "abort by decode", "FAILED", "FAILED", {"the first chunk to be handed over with send"}),
+    ("drained", is_a(Drained), "input_s", "abort by decode", "FAILED", "FAILED", set()),
 ]
 
 
 @pytest.mark.parametrize(
-    ("lost", "story", "sender_ends", "receiver_ends", "waited_for"),
+    ("lost", "limit", "story", "sender_ends", "receiver_ends", "waited_for"),
     [row[1:] for row in LOST_FOR_GOOD],
     ids=[row[0] for row in LOST_FOR_GOOD],
 )
 def test_c47_a_kind_of_letter_lost_for_good(
     lost: Callable[[Letter, bool], bool],
+    limit: str,
     story: str,
     sender_ends: str,
     receiver_ends: str,
@@ -646,7 +645,11 @@ def test_c47_a_kind_of_letter_lost_for_good(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """No letter of a kind comes through: both sides end within the limits, nothing spins, and one line says what was waited for."""
-    with duo(backend, **SHORT) as pair, ControlTap(pair.prefill) as tap, caplog.at_level(logging.WARNING, "kvcore.core"):
+    with (
+        duo(backend, orphan_s=0.3, **{limit: 1.0}) as pair,
+        ControlTap(pair.prefill) as tap,
+        caplog.at_level(logging.WARNING, "kvcore.core"),
+    ):
         pair.pair()
         tap.drop(lost)
         busy, begun = time.process_time(), time.monotonic()

@@ -104,7 +104,8 @@ class Engine:
     def kvcore_transfer(self, *, transfer: Transfer) -> Ticket | TicketState:
         world, pages = self.node.world, page_list(transfer)
         started = world.begins(self.node, transfer, pages)
-        write = Write(transfer.room, started.pair, transfer.chunk, pages, world.clock.now)
+        shut = (self.node.name, started.pair.peer) in world.shut
+        write = Write(transfer.room, started.pair, transfer.chunk, pages, world.clock.now, writes=not shut)
         self.given += 1
         self.held.add(transfer.room)
         self.writes.append(write)

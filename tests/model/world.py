@@ -49,6 +49,8 @@ class World:
         """Decode addresses whose link is cut: nothing passes, pings neither."""
         self.deaf = False
         """No letter arrives, though pings do."""
+        self.shut: set[tuple[str, str]] = set()
+        """Whose writes to whom are refused since it was fenced."""
         self.rules = Rules(self)
         self.numbers = 0
         self.nodes = {address: Node(self, address, 0, prefill if address == "P" else decode, split) for address in "PAB"}
@@ -231,6 +233,7 @@ class World:
                 prefill.lose(node.name, "it pairs anew")
                 prefill.pair(node, node.table.spoken_to().get(prefill.name, 0))
                 node.pair(prefill, 0)
+                self.shut.discard((prefill.name, node.name))
             node.table.apply("decode", room.id, ev.Route(room.key.generation, (ev.Party(prefill.name),)))
         self.rules.check()
 
@@ -278,7 +281,8 @@ class World:
         self.rules.check()
 
     def fenced(self, node: Node, instance: str) -> None:
-        """Nothing of that peer touches this node's memory any more."""
+        """Nothing of that peer touches this node's memory any more, until they pair again."""
+        self.shut.add((instance, node.name))
         for owner in (node, self.by_name[instance]):
             for write in owner.engine.writes:
                 if owner is node and write.pair.peer == instance:
@@ -328,8 +332,8 @@ class World:
             self._turn(node)
 
     def _turn(self, node: Node) -> None:
-        """The progress thread goes round until nothing moves."""
-        while node.ledger.turn():
+        """The progress thread goes round until nothing moves and no order waits."""
+        while node.ledger.turn() or node.ledger.sizes()["orders"]:
             pass
         self.rules.check_cancelled(node)
 

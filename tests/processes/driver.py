@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,8 @@ class PoolSpec:
     layers: int = 3
     page_size: int = 16
     dtype: str = "uint8"
+    file: str = ""
+    """Its memory is this file, as it is, instead of the worker's own: to be looked at while the worker stands still."""
 
 
 class ChildError(Exception):
@@ -71,11 +73,11 @@ class Failure:
 class Child:
     """One worker process, and the manager in it once ``start`` was called."""
 
-    def __init__(self) -> None:
+    def __init__(self, env: Mapping[str, str] | None = None) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.processes.worker"],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **(env or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -290,7 +292,8 @@ class Handle:
 class Crew:
     """Lends children. One that comes back alive closes its manager and is lent again, since starting an interpreter is slow."""
 
-    def __init__(self) -> None:
+    def __init__(self, env: Mapping[str, str] | None = None) -> None:
+        self._env = env
         self._all: list[Child] = []
         self._idle: list[Child] = []
 
@@ -304,7 +307,7 @@ class Crew:
             self._idle += [child for child in lent if child.stopped()]
 
     def _new(self) -> Child:
-        self._all.append(Child())
+        self._all.append(Child(self._env))
         return self._all[-1]
 
     def end(self) -> None:

@@ -64,15 +64,19 @@ class Worker:
         logging.getLogger("kvcore").setLevel(logging.INFO)
 
     def start(self, config: dict[str, Any], pools: list[dict[str, Any]], seed: int = 0) -> dict[str, str]:
-        """Make the manager. ``pools``: name, pages, page_bytes, layers, page_size, dtype. With a seed the memory is random, else zero."""
+        """Make the manager. ``pools``: name, pages, page_bytes, layers, page_size, dtype, file. Memory of no file is random with a seed,
+        else zero."""
         manager = kvcore.KVManager(kvcore.Config(**config), [self._pool(**pool, seed=seed) for pool in pools])
         self.objects["manager"] = manager
         return {"address": manager.address, "instance": manager.instance, "admin": manager.admin_address}
 
-    def _pool(self, name: str, pages: int, page_bytes: int, layers: int, page_size: int, dtype: str, seed: int) -> kvcore.Pool:
+    def _pool(self, name: str, pages: int, page_bytes: int, layers: int, page_size: int, dtype: str, file: str, seed: int) -> kvcore.Pool:
         random = np.random.default_rng(seed)
         shape = (pages, page_bytes)
-        arrays = [random.integers(1, 255, shape, np.uint8) if seed else np.zeros(shape, np.uint8) for _ in range(layers)]
+        if file:
+            arrays = list(np.asarray(np.memmap(file, np.uint8, "r+", 0, (layers, *shape))))
+        else:
+            arrays = [random.integers(1, 255, shape, np.uint8) if seed else np.zeros(shape, np.uint8) for _ in range(layers)]
         self._arrays[name] = arrays
         return kvcore.Pool.from_tensors(name, [array.view(dtype) for array in arrays], page_size=page_size)
 
@@ -109,6 +113,25 @@ class Worker:
         for arrays in self._arrays.values():
             for array in arrays:
                 array[:] = 0
+
+    def reuse(self, on: str, pool: str, value: int, stranger: int) -> None:
+        """From a thread: the instant that a handle's pages are release-safe, fill the pool with a value. Strangers among its bytes are
+        counted before, unless the stranger is 0."""
+        handle, arrays = self.objects[on], self._arrays[pool]
+        self.objects[f"reuse {on}"] = found = list[int]()
+
+        def work() -> None:
+            handle.wait_release_safe()
+            strangers = sum(int(np.count_nonzero(array == stranger)) for array in arrays) if stranger else 0
+            for array in arrays:
+                array[:] = value
+            found.append(strangers)
+
+        threading.Thread(target=work, name=f"reuse {on}", daemon=True).start()
+
+    def reused(self, on: str) -> int | None:
+        """How many strangers ``reuse`` counted; None as long as the pages are not safe."""
+        return next(iter(self.objects[f"reuse {on}"]), None)
 
     def send(self, on: str, pages: dict[str, list[int]], last: bool, gate: str | None, record: str) -> None:
         """``send`` of a sender, with a gate as its ready object if one is named."""
