@@ -16,6 +16,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import kvcore
 from kvcore.integrations.transformers import PagedKV
 
+LIMITS = kvcore.Limits(bootstrap_s=120)  # for how long one side looks for the other
 PORT, ROOM, PAGE_SIZE, NEW_TOKENS = 9000, 1, 16, 12
 PROMPT = list(b"A prompt that both sides know, since the router gave it to them. A token is a byte here.")
 
@@ -39,7 +40,7 @@ def generate(model, tokens, cache, count):
 def prefill(port):
     model = make_model()
     kv = PagedKV(model.config, num_pages=64, page_size=PAGE_SIZE)  # dtype= and device= as the model has them
-    config = kvcore.Config(role="prefill", bootstrap_port=port)
+    config = kvcore.Config(role="prefill", bootstrap_port=port, limits=LIMITS)
     with kvcore.KVManager(config, pools=[kv.pool]) as manager, manager.sender(ROOM) as sender:
         cache = DynamicCache(config=model.config)
         first = generate(model, PROMPT, cache, count=1)[0]  # now the cache holds K and V of the whole prompt
@@ -57,7 +58,7 @@ def decode(port):
     kv = PagedKV(model.config, num_pages=32, page_size=PAGE_SIZE)
     kv.allocate(5)  # so that pages have other numbers here
     with (
-        kvcore.KVManager(kvcore.Config(role="decode"), pools=[kv.pool]) as manager,
+        kvcore.KVManager(kvcore.Config(role="decode", limits=LIMITS), pools=[kv.pool]) as manager,
         manager.receiver(ROOM, prefill=f"127.0.0.1:{port}") as receiver,
     ):
         pages = kv.allocate(kv.pages_for(len(PROMPT)))
@@ -75,7 +76,7 @@ def decode(port):
 def main():
     side, port = (sys.argv[1:2] or ["both"])[0], int((sys.argv[2:3] or [PORT])[0])
     if side == "both":
-        other = multiprocessing.get_context("spawn").Process(target=prefill, args=(port,))
+        other = multiprocessing.get_context("spawn").Process(target=prefill, args=(port,), daemon=True)
         other.start()
         decode(port)
         other.join()

@@ -13,6 +13,7 @@ import kvcore
 
 PORT = 8999
 PAGES, PAGE_SIZE, LAYERS = 32, 16, 4
+LIMITS = kvcore.Limits(bootstrap_s=60)  # for how long one side looks for the other; five minutes if nothing is said
 GOOD, ABORTED, REJECTED = 1, 2, 3  # room numbers; in an engine the router chooses them and tells both sides
 MOVED = {20: 3, 2: 4, 11: 5, 12: 9}  # which page of prefill arrives in which page of decode
 
@@ -32,7 +33,7 @@ def prefill(port):
     for n, layer in enumerate(kv):
         for page in range(PAGES):
             layer[page] = 100 * n + page  # stands for what the model computes; decode knows what to expect
-    config = kvcore.Config(role="prefill", bootstrap_port=port)
+    config = kvcore.Config(role="prefill", bootstrap_port=port, limits=LIMITS)
     with kvcore.KVManager(config, pools=[pool(kv)]) as manager:
         # Open a sender as soon as a request arrives: decode can join it while prefill still computes.
         good, aborted, rejected = (manager.sender(room) for room in (GOOD, ABORTED, REJECTED))
@@ -57,7 +58,7 @@ def prefill(port):
 def decode(port):
     address = f"127.0.0.1:{port}"
     kv = memory()
-    with kvcore.KVManager(kvcore.Config(role="decode"), pools=[pool(kv)]) as manager:
+    with kvcore.KVManager(kvcore.Config(role="decode", limits=LIMITS), pools=[pool(kv)]) as manager:
         good = manager.receiver(GOOD, prefill=address)
         good.receive([20, 2, 11, 12])  # the i-th page sent goes to the i-th page listed here
         good.wait()
@@ -79,7 +80,7 @@ def decode(port):
 def main():
     side, port = (sys.argv[1:2] or ["both"])[0], int((sys.argv[2:3] or [PORT])[0])
     if side == "both":
-        other = multiprocessing.get_context("spawn").Process(target=prefill, args=(port,))
+        other = multiprocessing.get_context("spawn").Process(target=prefill, args=(port,), daemon=True)
         other.start()
         decode(port)
         other.join()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +20,8 @@ from kvcore.faults import FaultPlan
 from kvcore.hookspecs import Event, Ticket, Transfer
 from kvcore.states import RoomKey
 
-BACKENDS = ["local"]
-"""What tests that hold for every backend run over."""
+BACKENDS = os.environ.get("KVCORE_TEST_BACKENDS", "local").split(",")
+"""What tests that hold for every backend run over. The others are ``-k`` away: ``KVCORE_TEST_BACKENDS=nixl pytest -k nixl``."""
 
 SOON_S = 10.0
 """How long anything that ought to happen at once may take on a busy machine."""

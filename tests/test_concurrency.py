@@ -17,7 +17,7 @@ import pytest
 
 from kvcore.faults import ControlTap, FaultPlan
 from tests.hammer import LIMITS, LONGEST_S, PAGE_BYTES, PAGES, release
-from tests.helpers import duo, own_threads, wait_until
+from tests.helpers import BACKENDS, duo, own_threads, wait_until
 from tests.striker import SEED, Hammer
 
 ROOT = Path(__file__).parents[1]
@@ -55,6 +55,7 @@ def weather(plan: FaultPlan, taps: list[ControlTap]) -> None:
         tap.drop(lambda _letter, _out, chance=chance: chance.random() < 0.02)
         tap.duplicate(lambda _letter, _out, chance=chance: chance.random() < 0.02)
         tap.delay(0.1, lambda _letter, _out, chance=chance: chance.random() < 0.02)
+    plan.fail(nth=3, quiescent=False).partial(nth=4).raise_(Injected, nth=5).drop_done(nth=6)  # each at least once
     mild(plan)
     plan.fail(rate=0.01, quiescent=False).partial(rate=0.01).raise_(Injected, rate=0.01).drop_done(rate=0.01)
     plan.fail(peer_broken=True, rate=0.0003, times=2)
@@ -64,11 +65,12 @@ def mild(plan: FaultPlan) -> None:
     plan.fail(rate=0.02).retry(rate=0.03).delay(0.05, rate=0.03).delay(0.05, hook="kvcore_poll", rate=0.02)
 
 
-def test_any_calls_from_any_threads_under_faults(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    with duo() as pair:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_calls_from_any_threads_under_faults(backend: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    with duo(backend) as pair:
         pair.pair()  # what is imported and opened only once
     threads, files = own_threads(), len(os.listdir("/proc/self/fd"))
-    with watched(caplog, monkeypatch) as errors, duo(pages=PAGES, page_bytes=PAGE_BYTES, **LIMITS) as pair:
+    with watched(caplog, monkeypatch) as errors, duo(backend, PAGES, page_bytes=PAGE_BYTES, **LIMITS) as pair:
         pair.pair()
         hammer = Hammer(pair)
         print(f"seed {SEED}")
@@ -101,7 +103,7 @@ def strike(hammer: Hammer) -> None:
             assert not thread.is_alive(), f"{thread.name} hangs"
     print(f"done: {dict(hammer.done)}; faults: {dict(faults)}")
     assert not hammer.errors, hammer.errors[0]
-    assert set(hammer.done) >= ACTS and hammer.done["SUCCESS"] >= 100, "some of it was not tried"
+    assert set(hammer.done) >= ACTS and hammer.done["SUCCESS"] >= 50, "some of it was not tried"
     assert set(faults) >= FAULTS, "some faults did not act"
     alone = [slot.number for slot in hammer.slots if min(len(threads) for threads in slot.touched.values()) < 2]
     assert not alone, f"rooms that fewer than two threads a side touched: {alone}"

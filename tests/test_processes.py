@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import BACKENDS
 from tests.processes.driver import LIMITS, SOON_S, Child, ChildError, Crew, Handle, PoolSpec, free_port, until
 from tests.processes.noise import Noise
 
@@ -22,9 +23,9 @@ def new_room() -> int:
     return next(_rooms)
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    crew = Crew()
+@pytest.fixture(scope="module", params=BACKENDS)
+def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
+    crew = Crew(backend=request.param)
     try:
         yield crew
     finally:

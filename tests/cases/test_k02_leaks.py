@@ -444,9 +444,9 @@ def test_c17_one_clear_empties_the_core_and_the_backend(monkeypatch: pytest.Monk
 QUIET = {"liveness_s": 1.5, "ticket_s": 0.5, "quarantine_s": 2.2}
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    crew = Crew()
+@pytest.fixture(scope="module", params=BACKENDS)
+def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
+    crew = Crew(backend=request.param)
     try:
         yield crew
     finally:

@@ -329,9 +329,9 @@ def test_c26_a_process_that_was_frozen_past_the_hold_fails_when_it_goes_on(crew:
         assert decode.touched() == []
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    crew = Crew()
+@pytest.fixture(scope="module", params=BACKENDS)
+def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
+    crew = Crew(backend=request.param)
     try:
         yield crew
     finally:

@@ -387,9 +387,9 @@ def test_c38_no_id_is_drawn_twice(tmp_path: Path) -> None:
 # --- C39, C40: what a room is found by
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    crew = Crew()
+@pytest.fixture(scope="module", params=BACKENDS)
+def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
+    crew = Crew(backend=request.param)
     try:
         yield crew
     finally:

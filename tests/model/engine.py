@@ -55,6 +55,11 @@ class Write:
     def live(self) -> bool:
         return self.reads or self.writes
 
+    @property
+    def harmless(self) -> bool:
+        """Nobody waits for it at the target: it cannot write there, or its pages were given up."""
+        return self.target_given_up or not self.writes
+
 
 def page_list(transfer: Transfer) -> tuple[tuple[int, int], ...]:
     """Source and target page of each page of a transfer."""

@@ -200,13 +200,17 @@ class Rules:
             self.note("R6", f"{life} succeeded with the record {life.handle.record!r}")  # type: ignore[union-attr]
 
     def said(self, node: Node, effect: ev.Send) -> None:
-        """R2: drained is said of a pair of which nothing is in flight, and nothing starts later."""
+        """R2: drained is said of a pair of which nothing is in flight, and nothing starts later.
+
+        Of a ticket that was given up here it may be said when the receiver has stopped waiting as well: a late question of an
+        instance that was dropped and came back then finds no "expired" mark, and the answer is of no use to anybody.
+        """
         message = effect.message
         if not isinstance(message, Drained) or message.expired:
             return
         pair = ev.Pair(effect.to, message.rg, message.sg)
         self._drained.add((node.name, pair))
-        if any(write.pair == pair and write.live for write in node.engine.writes):
+        if any(write.pair == pair and write.live and not (write.source_given_up and write.harmless) for write in node.engine.writes):
             self.note("R2", f"{node.name} said drained of {pair} with a ticket in flight")
 
     def released_by_limit(self, node: Node, key: RoomKey, effect: ev.Unproven, pages: int) -> None:

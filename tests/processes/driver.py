@@ -73,7 +73,9 @@ class Failure:
 class Child:
     """One worker process, and the manager in it once ``start`` was called."""
 
-    def __init__(self, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, env: Mapping[str, str] | None = None, backend: str = "local") -> None:
+        self.backend = backend
+        """What ``start`` makes managers over."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.processes.worker"],
             cwd=ROOT,
@@ -163,7 +165,7 @@ class Child:
 
     def start(self, role: str, pools: Sequence[PoolSpec] = (PoolSpec(),), **config: Any) -> Child:
         """Make the manager: random memory on prefill, zeroed memory on decode. ``limits`` are put over ``LIMITS``."""
-        config = {"role": role, **config, "limits": {**LIMITS, **config.get("limits", {})}}
+        config = {"role": role, "backend": self.backend, **config, "limits": {**LIMITS, **config.get("limits", {})}}
         seed = self.pid if role == "prefill" else 0
         found = self.work("start", config, [vars(pool) for pool in pools], seed)
         self.address, self.instance, self.admin = found["address"], found["instance"], found["admin"]
@@ -292,8 +294,8 @@ class Handle:
 class Crew:
     """Lends children. One that comes back alive closes its manager and is lent again, since starting an interpreter is slow."""
 
-    def __init__(self, env: Mapping[str, str] | None = None) -> None:
-        self._env = env
+    def __init__(self, env: Mapping[str, str] | None = None, backend: str = "local") -> None:
+        self._env, self._backend = env, backend
         self._all: list[Child] = []
         self._idle: list[Child] = []
 
@@ -307,7 +309,7 @@ class Crew:
             self._idle += [child for child in lent if child.stopped()]
 
     def _new(self) -> Child:
-        self._all.append(Child(self._env))
+        self._all.append(Child(self._env, self._backend))
         return self._all[-1]
 
     def end(self) -> None:

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,7 @@ import numpy.typing as npt
 from tests.processes.driver import Child, Handle, PoolSpec, until
 
 Side = Literal["prefill", "decode"]
+Memory = npt.NDArray[np.uint8]
 
 PAGES, PAGE_BYTES = 1024, 64 * 1024
 AUX = PoolSpec("aux", pages=4, page_bytes=64, layers=1)
@@ -50,26 +51,22 @@ class Engine:
 
 @dataclass
 class Scene:
-    """The two processes, and the destination as this process sees it too: it can look at it while they stand still."""
+    """The two processes, and their memory as this process sees it too: it can look at it while they stand still."""
 
     prefill: Child
     decode: Child
-    target: npt.NDArray[np.uint8]
+    source: Memory
+    target: Memory
     rooms: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
-    @property
-    def sides(self) -> dict[Side, Child]:
-        return {"prefill": self.prefill, "decode": self.decode}
+    def side(self, name: Side) -> Child:
+        return self.prefill if name == "prefill" else self.decode
 
     def open(self) -> tuple[Handle, Handle]:
         room = next(self.rooms)
         return self.prefill.sender(room), self.decode.receiver(room, self.prefill)
 
-    def written(self) -> int:
-        """Bytes of the destination that have been written."""
-        return int(np.count_nonzero(self.target))
-
-    def move(self) -> bool:
+    def moves(self) -> bool:
         """Whether a room of the pool ``aux`` works."""
         sender, receiver = self.open()
         receiver.receive({"aux": [2]})
@@ -83,102 +80,114 @@ class Scene:
 @contextmanager
 def scene(engine: Engine, limits: Mapping[str, float]) -> Iterator[Scene]:
     """Two paired processes over an engine; ended with the context, whatever state they are in."""
-    children: list[Child] = []
-    with tempfile.TemporaryDirectory(prefix="kvcore-") as folder:
-        try:
-            for side, first in (("prefill", OLD), ("decode", 0)):
-                file = Path(folder, side)
-                np.memmap(file, np.uint8, "w+", shape=(PAGES, PAGE_BYTES))[:] = first
-                children.append(child := Child(engine.env))
-                kv = PoolSpec("kv", PAGES, PAGE_BYTES, layers=1, file=str(file))
-                options = {"backend": engine.backend, "backend_options": dict(engine.options)}
-                child.start(side, [kv, AUX], limits={**PATIENT, **limits}, **options)
-            found = Scene(*children, target=np.memmap(Path(folder, "decode"), np.uint8, "r+", shape=(PAGES, PAGE_BYTES)))
-            until(found.move, "the processes pair", SAFE_S)
-            yield found
-        finally:
-            for child in children:
-                child.end()
+    config = {"backend": engine.backend, "backend_options": dict(engine.options), "limits": {**PATIENT, **limits}}
+    with tempfile.TemporaryDirectory(prefix="kvcore-") as folder, ExitStack() as stack:
+        memory, children = [], []
+        for side in ("prefill", "decode"):
+            file = str(Path(folder, side))
+            memory.append(np.memmap(file, np.uint8, "w+", shape=(PAGES, PAGE_BYTES)))
+            children.append(child := Child(engine.env))
+            stack.callback(child.end)
+            child.start(side, [PoolSpec("kv", PAGES, PAGE_BYTES, layers=1, file=file), AUX], **config)
+        found = Scene(*children, *memory)
+        until(found.moves, "the processes pair", SAFE_S)
+        yield found
 
 
-def caught(found: Scene, side: Side) -> tuple[Handle, Handle]:
-    """A room whose write is under way, with one side frozen in the middle of it: the destination is partly written and stays so."""
+@dataclass(frozen=True)
+class Caught:
+    """A room of which one side stands still in the middle of the write. Each side's pages are used anew once they are release-safe."""
+
+    scene: Scene
+    sender: Handle
+    receiver: Handle
+    frozen: Child
+
+    @property
+    def living(self) -> Handle:
+        """The handle of the side that goes on."""
+        return self.receiver if self.frozen is self.sender.child else self.sender
+
+    def reused(self, *handles: Handle) -> None:
+        """Wait until the pages of handles are used anew."""
+        for handle in handles:
+            whose = "receiver" if handle is self.receiver else "sender"
+            until(lambda handle=handle: _strangers(handle) is not None, f"the {whose}'s pages are safe", SAFE_S)  # type: ignore[misc]
+
+    def late_bytes(self) -> int:
+        """Thaw, and count what came late: bytes of the new source before the destination was released, or of anything after."""
+        self.frozen.thaw()
+        for _ in range(2):  # the sides pair anew; and then a write is behind all that was to be written before
+            until(self.scene.moves, "rooms work again", SAFE_S)
+            self.reused(self.sender, self.receiver)
+        return (_strangers(self.receiver) or 0) + int(np.count_nonzero(self.scene.target != CLEAN))
+
+
+def catch(scene: Scene, side: Side) -> Caught:
+    """Start writes and freeze a side, until one is caught in the middle: it is in flight, and the destination partly written."""
     for _ in range(TRIES):
-        found.target[:] = 0
-        sender, receiver = found.open()
-        receiver.receive(range(PAGES))
-        assert sender.until("WAITING_FOR_INPUT") == "WAITING_FOR_INPUT"
-        sender.send(range(PAGES), last=True)
-        while not found.target[0, 0] and sender.child.running:
-            threading.Event().wait(0.0005)
-        found.sides[side].freeze()
-        if _stays_partly_written(found) and (side == "prefill" or found.prefill.work("held").get("ledger_tickets") == 1):
-            return sender, receiver
-        found.sides[side].thaw()
-        for handle in (sender, receiver):
-            handle.wait(SAFE_S)
+        scene.source[:], scene.target[:] = OLD, 0
+        caught = Caught(scene, *_under_way(scene), scene.side(side))
+        caught.frozen.freeze()
+        if 0 < _at_rest(scene.target) < scene.target.size and (side == "prefill" or scene.prefill.work("stats")["tickets"] == 1):
+            return caught
+        caught.frozen.thaw()
+        for handle in (caught.sender, caught.receiver):
+            caught.reused(handle)
             handle.clear()
-    raise AssertionError(f"not one of {TRIES} writes of {PAGES * PAGE_BYTES >> 20} MiB was caught in the middle; is the engine asynchronous?")
+    raise AssertionError(f"none of {TRIES} writes of {PAGES * PAGE_BYTES >> 20} MiB was caught in the middle: they do not stay in flight")
 
 
-def _stays_partly_written(found: Scene) -> bool:
-    """Wait for the destination to come to rest: what was already under way between the processes still arrives."""
+def _under_way(scene: Scene) -> tuple[Handle, Handle]:
+    """A room whose first byte has arrived."""
+    sender, receiver = scene.open()
+    receiver.receive(range(PAGES))
+    receiver.child.work("reuse", receiver.name, "kv", CLEAN, NEW)
+    gate = f"gate of {sender.name}"
+    sender.send(range(PAGES), last=True, gate=gate)
+    sender.child.work("reuse", sender.name, "kv", NEW, 0)
+    sender.child.open_gate(gate)
+    deadline = time.monotonic() + SAFE_S
+    while not scene.target[0, 0]:
+        assert time.monotonic() < deadline, f"nothing was written: {sender.poll()}, {receiver.poll()}"
+        threading.Event().wait(0.0005)
+    return sender, receiver
+
+
+def _at_rest(target: Memory) -> int:
+    """Bytes written, once no more come: what is under way between the processes still arrives while the writer stands still."""
     before = -1
-    while before != (now := found.written()):
+    while before != (now := int(np.count_nonzero(target))):
         before = now
         threading.Event().wait(0.2)
-    return 0 < now < found.target.size
+    return now
 
 
-def late_bytes(found: Scene, receiver: Handle) -> int:
-    """Bytes that came late: of the new source before the destination was released, or of anything at all after."""
-    before = found.decode.work("reused", receiver.name)
-    assert before is not None
-    return int(before) + int(np.count_nonzero(found.target != CLEAN))
+def _strangers(handle: Handle) -> int | None:
+    found: int | None = handle.child.work("reused", handle.name)
+    return found
 
 
-def _reuse_when_safe(sender: Handle, receiver: Handle) -> None:
-    sender.child.work("reuse", sender.name, "kv", NEW, 0)
-    receiver.child.work("reuse", receiver.name, "kv", CLEAN, NEW)
-
-
-def _both_reused(found: Scene, sender: Handle, receiver: Handle) -> None:
-    for handle in (sender, receiver):
-        until(lambda handle=handle: handle.child.work("reused", handle.name) is not None, f"{handle.name} is safe", SAFE_S)  # type: ignore[misc]
-    until(found.move, "rooms work again", SAFE_S)  # and whatever was written before has arrived
-    until(found.move, "and again", SAFE_S)
-
-
-def check_nothing_late(engine: Engine, frozen: Side) -> None:
-    """While a side stands still the other does not call the pages safe; afterwards both do so by proof, and nothing comes late."""
+def check_nothing_late(engine: Engine, side: Side) -> None:
+    """While a side stands still the other does not call its pages safe; after that both do, by proof, and nothing comes late."""
     with scene(engine, PROOF) as found:
-        sender, receiver = caught(found, frozen)
-        living = sender if frozen == "decode" else receiver
-        _arm_and_abort(found, frozen, sender, receiver)
+        caught = catch(found, side)
+        caught.living.abort("enough")
         deadline = time.monotonic() + HOLDS_S
         while time.monotonic() < deadline:
-            assert not living.safe_now(), f"{living.name} is called safe while its peer stands still in the middle of a write"
-        found.sides[frozen].thaw()
-        _both_reused(found, sender, receiver)
-        assert not (sender.unproven or receiver.unproven)
-        assert late_bytes(found, receiver) == 0
-        for child in (found.prefill, found.decode):
-            assert child.work("stats")["released_unproven"] == 0
+            assert not caught.living.safe_now(), f"{caught.living.name} is called safe in the middle of a write"
+            threading.Event().wait(0.02)
+        assert caught.late_bytes() == 0
+        assert not (caught.sender.unproven or caught.receiver.unproven)
+        assert [child.work("stats")["released_unproven"] for child in (found.prefill, found.decode)] == [0, 0]
 
 
-def check_late_is_seen(engine: Engine, frozen: Side) -> None:
-    """With limits that do not wait for proof the living side releases its pages, says and counts that, and bytes come late."""
+def check_late_is_seen(engine: Engine, side: Side) -> None:
+    """With limits that do not wait for proof the living side gives its pages up, says and counts that, and bytes come late."""
     with scene(engine, NO_PROOF) as found:
-        sender, receiver = caught(found, frozen)
-        living = sender if frozen == "decode" else receiver
-        _arm_and_abort(found, frozen, sender, receiver)
-        until(lambda: living.child.work("reused", living.name) is not None, "the limit passes", SAFE_S)
-        assert living.unproven
-        assert living.child.work("stats")["released_unproven"] == PAGES
-        found.sides[frozen].thaw()
-        _both_reused(found, sender, receiver)
-        assert late_bytes(found, receiver) > 0
-
-
-def _arm_and_abort(found: Scene, frozen: Side, sender: Handle, receiver: Handle) -> None:
-    ...
+        caught = catch(found, side)
+        caught.living.abort("enough")
+        caught.reused(caught.living)
+        assert caught.living.unproven
+        assert caught.living.child.work("stats")["released_unproven"] == PAGES
+        assert caught.late_bytes() > 0

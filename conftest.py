@@ -1,12 +1,37 @@
-"""Rules for the whole suite. In CI (``CI=true``) a test that is skipped or expected to fail fails the run: it has checked nothing."""
+"""Rules for all tests, of the core and of the plugins.
+
+In CI (``CI=true``) a test that is skipped or expected to fail fails the run: it has checked nothing. A test of a backend whose engine is
+missing is skipped, and says what to install.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 
 import pytest
 
+import kvcore
+from tests.helpers import BACKENDS, manager, memory
+
 _not_run: list[str] = []
+
+
+@functools.cache
+def missing(backend: str) -> str:
+    """Why managers cannot be made over a backend that is not installed, or whose engine is not; "" if they can."""
+    try:
+        manager("decode", memory(1), backend=backend).close()
+    except (kvcore.BackendNotFoundError, kvcore.BackendLoadError) as error:
+        return str(error)
+    return ""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    drawn = getattr(item, "callspec", None)  # only a test with parameters has it
+    for value in drawn.params.values() if drawn else ():
+        if isinstance(value, str) and value in BACKENDS and missing(value):
+            pytest.skip(missing(value))
 
 
 def _note(report: pytest.TestReport | pytest.CollectReport) -> None:

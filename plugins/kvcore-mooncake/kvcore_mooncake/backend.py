@@ -1,0 +1,335 @@
+"""The Mooncake backend. The hooks stand in the order in which the core calls them.
+
+A transfer becomes one write of the engine per descriptor, each asked for until it has ended by itself: the engine's own batches spin on a
+core, give up after a while, and report a failure while the rest of the batch still runs. There is no cancel: what was posted ends as it ends,
+and only what was not posted yet can be withdrawn.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from kvcore import BackendInfo, Capabilities, Endpoint, Region, RegistrationError, TicketKind, TicketState, Transfer, hookimpl
+from kvcore.addresses import parse
+from kvcore.errors import cause
+from kvcore.hookspecs import DONE, PENDING, RETRY, Fact, OpenContext, Peer
+from kvcore.states import RoomKey
+from kvcore_mooncake import __version__, native
+from kvcore_mooncake.options import P2P, MooncakeOptions
+
+ABLE = Capabilities(
+    memory=frozenset({"cpu", "cuda", "rocm"}),
+    blocking=True,  # a probe of a peer that is stopped waits for a minute
+    parallel=8,
+    needs_process_to_write=False,  # over TCP a dead writer's last bytes may still wait in a socket here
+    max_descriptors=2048,
+    max_bytes=64 << 20,
+)
+FRESH_S = 1.0
+"""A peer that has answered within this time is not probed again."""
+CONNECT_S = 5.0
+"""For finding out, when a peer is paired, whether its engine's port can be reached at all."""
+LEAVE_S = 1.0
+"""How long ``kvcore_disconnect`` waits for what is in flight to a peer."""
+CLOSE_S = 3.0
+"""How long ``kvcore_close`` waits for calls of the engine that have not returned."""
+CHECKS = 512
+"""Most writes that are looked at in one call of ``kvcore_poll``: less than a millisecond."""
+NOWHERE = 0
+"""An address that no engine ever has registered."""
+
+
+@dataclass(slots=True, eq=False)
+class Remote:
+    """A peer's engine: the name it is opened under, whether that was done, when it last answered, and whether a probe of it runs."""
+
+    name: str
+    used: bool = False
+    heard: float = -math.inf
+    probing: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A ticket: its writes that have not ended. ``room`` is None once nobody asks for it any more; it is kept until it has ended."""
+
+    room: RoomKey | None
+    peer: str
+    remote: Remote
+    unposted: int
+    """Writes to come, as long as the call that posts them has not returned; then 0."""
+    running: deque[int] = field(default_factory=deque)
+    failed: int = 0
+    cancelled: bool = False
+    problem: str = ""
+    """Why not all of it was posted."""
+    broken: bool = False
+    state: TicketState = PENDING
+
+
+class MooncakeBackend:
+    """Pushes pages through one Mooncake engine."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._returned = threading.Condition(self._lock)  # a call of the engine has
+        self._engine: Any = None
+        self._remotes: dict[str, Remote] = {}
+        self._opened: dict[str, tuple[str, int]] = {}  # by address: who was last there, and how many before
+        self._jobs: set[Job] = set()
+        self._regions: list[Region] = []
+
+    @hookimpl
+    def kvcore_backend_info(self) -> BackendInfo:
+        """What it is and can do."""
+        return BackendInfo("mooncake", __version__, wire_version="1", api_version=(1, 0), options=MooncakeOptions, capabilities=ABLE)
+
+    @hookimpl
+    def kvcore_facts(self) -> list[Fact]:
+        """Which Mooncake there is, and what it can use here."""
+        return native.facts()
+
+    @hookimpl
+    def kvcore_open(self, options: MooncakeOptions, context: OpenContext) -> None:
+        """Load the library and start an engine; ``BackendLoadError`` with what is missing, ``ConfigError`` for a bad environment."""
+        self._library, version = native.load()
+        self._options, self._context = options, context
+        self._engine, self._session = native.start(self._library, options, context)
+        self._most_queued = native.number("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", 1024, 65535)
+        context.logger.info("%s with protocol %s as %s", version, options.protocol, self._session)
+
+    @hookimpl
+    def kvcore_register(self, regions: Sequence[Region]) -> None:
+        """Register all regions, or none (B3)."""
+        kinds = {one.device.partition(":")[0] for one in regions}
+        unfit = sorted(kinds - native.memory_kinds(self._library))
+        if unfit:
+            raise RegistrationError(
+                f"backend 'mooncake': this build of Mooncake does not move {unfit} memory; take another: {native.INSTALL}"
+            )
+        code = self._engine.batch_register_memory([one.ptr for one in regions], [one.nbytes for one in regions])
+        if code:
+            raise RegistrationError(self._refusal(regions, code))
+        self._regions = list(regions)
+
+    @hookimpl
+    def kvcore_unregister(self, regions: Sequence[Region]) -> None:
+        """Undo ``kvcore_register``."""
+        registered, self._regions = self._regions, []
+        if registered and self._engine is not None:
+            code = self._engine.batch_unregister_memory([one.ptr for one in registered])
+            if code:
+                self._context.logger.warning("memory was not unregistered (%s); the engine is closed all the same", native.meaning(code))
+
+    @hookimpl
+    def kvcore_endpoint(self) -> Endpoint:
+        """The engine's name, and how bytes must travel to it."""
+        return Endpoint(msgspec.msgpack.encode((self._session, self._options.protocol)))
+
+    @hookimpl
+    def kvcore_connect(self, peer: Peer) -> None:
+        """Check a peer's endpoint and that its port can be reached, or raise ``ConnectionError``. A decode side writes nothing."""
+        if self._context.side == "decode":
+            return
+        try:
+            session, protocol = msgspec.msgpack.decode(peer.endpoint.data, type=tuple[str, str])
+            if protocol != self._options.protocol:
+                raise ValueError(f"it uses protocol {protocol!r} and this side {self._options.protocol!r}; set both alike")
+            name = self._name(session, peer.id)
+        except (OSError, ValueError) as error:  # what msgspec raises is a ValueError
+            raise ConnectionError(f"peer {peer.id} cannot be reached ({error}); check that it runs, then pair again") from error
+        with self._lock:
+            self._remotes[peer.id] = Remote(name)
+
+    @hookimpl
+    def kvcore_disconnect(self, peer: str) -> bool:
+        """Forget a peer. True if nothing is in flight to it: a prefill side's memory is read by its own writes only (R4)."""
+        deadline = time.monotonic() + LEAVE_S
+        with self._lock:
+            remote = self._remotes.pop(peer, None)
+            for job in self._jobs:
+                job.cancelled |= job.peer == peer
+            while (busy := self._runs(peer)) and time.monotonic() < deadline:
+                self._returned.wait(0.01)  # the engine itself tells nobody
+        if remote is not None and remote.used:
+            self._hang_up(remote)
+        return not busy and self._context.side == "prefill"
+
+    @hookimpl
+    def kvcore_transfer(self, transfer: Transfer) -> Job | TicketState:
+        """Post one write per descriptor. A failure is quiescent if all that was posted, or nothing, ended well."""
+        with self._lock:
+            remote, size = self._remotes.get(transfer.peer), int(transfer.length.size)
+            if remote is None:
+                return _failed(f"peer {transfer.peer} is not connected", quiescent=True, peer_broken=True)
+            queued = sum(job.unposted + len(job.running) for job in self._jobs if job.remote is remote)
+            if remote.probing or (queued and queued + size > self._most_queued):
+                return RETRY
+            remote.probing = probe = time.monotonic() - remote.heard > FRESH_S
+            self._jobs.add(job := Job(transfer.room, transfer.peer, remote, size))
+        try:
+            if not probe or self._answers(job):
+                self._post(job, transfer)
+        except Exception as error:
+            job.problem, job.failed = cause(error), job.failed + 1
+        with self._lock:
+            job.unposted = 0
+            self._returned.notify_all()
+            return job if job.running else self._end(job)
+
+    @hookimpl
+    def kvcore_poll(self, tickets: Sequence[Job]) -> list[TicketState]:
+        """Look at the writes, also at those that nobody asks for any more."""
+        checks = iter(range(CHECKS))
+        with self._lock:
+            states = [self._look(job, checks) for job in tickets]
+            for job in [job for job in self._jobs if job.room is None]:
+                self._look(job, checks)
+        return states
+
+    @hookimpl
+    def kvcore_abort(self, room: RoomKey, tickets: Sequence[Job]) -> None:
+        """Post no more of the room; what was posted ends as it ends."""
+        with self._lock:
+            for job in self._jobs:
+                job.cancelled |= job.room == room
+
+    @hookimpl
+    def kvcore_clear(self, room: RoomKey) -> None:
+        """Ask no more for the room's writes; each is kept until it has ended."""
+        with self._lock:
+            for job in [job for job in self._jobs if job.room == room]:
+                job.room, job.cancelled = None, True
+
+    @hookimpl
+    def kvcore_held_rooms(self) -> list[RoomKey]:
+        """The rooms of writes that run."""
+        with self._lock:
+            return list({job.room for job in self._jobs if job.room is not None})
+
+    @hookimpl
+    def kvcore_close(self) -> None:
+        """Stop the engine; writes that still run go with it. ``RuntimeError`` if a call of it has not returned, which keeps it alive."""
+        with self._lock:
+            self._remotes.clear()
+            for job in self._jobs:
+                job.cancelled = True
+            if not self._returned.wait_for(lambda: not any(job.unposted for job in self._jobs), CLOSE_S):
+                raise RuntimeError(
+                    f"backend 'mooncake': a call of the engine goes on after {CLOSE_S:g} s; keep its memory until it has ended"
+                )
+            while self._jobs:
+                self._jobs.pop().state = _failed("the engine was closed")
+            self._engine = None  # ends its threads and closes its sockets
+
+    def _refusal(self, regions: Sequence[Region], code: int) -> str:
+        """What is wrong with regions that were refused together; the engine does not tell which of them it was."""
+        taken: list[int] = []
+        for number, one in enumerate(regions):
+            if code := self._engine.register_memory(one.ptr, one.nbytes):
+                break
+            taken.append(one.ptr)
+        self._engine.batch_unregister_memory(taken)
+        return (
+            f"backend 'mooncake': region {number} ({one.nbytes} bytes at {one.ptr:#x} on {one.device}) was refused ({native.meaning(code)}); "
+            "usual causes: it is registered twice or overlaps another, the limit of locked memory (ulimit -l), a device that the network "
+            "card does not reach"
+        )
+
+    def _name(self, session: str, peer: str) -> str:
+        """What to call a peer's engine. Mooncake remembers for ever what it finds under a name, and ports come back: another instance
+        at a known port is called by as many leading zeros as the port has changed hands."""
+        if self._options.metadata_server != P2P:
+            return session
+        address = parse(session, "its engine's address")
+        socket.create_connection((address.host, address.port), CONNECT_S).close()
+        owner, times = self._opened.get(session, (peer, 0))
+        times += owner != peer
+        self._opened[session] = (peer, times)
+        host, _, port = session.rpartition(":")
+        return f"{host}:{'0' * times}{port}"
+
+    def _answers(self, job: Job) -> bool:
+        """Whether the peer's engine answers; it waits up to a minute for one that is stopped."""
+        remote, code = job.remote, None
+        try:
+            code = self._engine.send_probe(remote.name)
+        finally:
+            with self._lock:
+                remote.probing = False
+                if code == 0:
+                    remote.heard = time.monotonic()
+        if code:
+            job.problem, job.broken = f"peer {job.peer} does not answer at {remote.name} ({native.meaning(code)})", True
+        return not code
+
+    def _post(self, job: Job, transfer: Transfer) -> None:
+        addresses = transfer.local_address.tolist(), transfer.remote_address.tolist(), transfer.length.tolist()
+        for local, away, size in zip(*addresses, strict=True):
+            if job.cancelled:
+                job.problem = "cancelled before all of it was posted"
+                return
+            write = self._engine.transfer_submit_write(job.remote.name, local, away, size)
+            if not write:
+                job.problem = f"the engine did not take a write of {size} bytes to {job.remote.name}; see its own log"
+                job.failed += self._options.protocol != "tcp"  # others may have begun it
+                return
+            job.remote.used = True
+            job.running.append(write)
+
+    def _hang_up(self, remote: Remote) -> None:
+        """Have the engine close its connections to a peer. It does so only when one fails: by a write that every engine refuses."""
+        if self._options.protocol != "tcp" or not self._regions:
+            return
+        job = Job(None, "", remote, 0)
+        for _ in range(native.lanes()):
+            if write := self._engine.transfer_submit_write(remote.name, self._regions[0].ptr, NOWHERE, 1):
+                job.running.append(write)
+        with self._lock:
+            self._jobs.add(job)
+
+    # --- with the lock held
+
+    def _runs(self, peer: str) -> bool:
+        checks = iter(range(CHECKS))
+        return any(self._look(job, checks) is PENDING for job in list(self._jobs) if job.peer == peer)
+
+    def _look(self, job: Job, checks: Iterator[int]) -> TicketState:
+        """A job's state, as far as the checks suffice. The engine frees a write that it has reported ended, so none is asked for twice."""
+        if job.unposted or job.state is not PENDING:
+            return job.state
+        for _ in checks if job.running else ():
+            code = self._engine.transfer_check_status(job.running[0])
+            if code in (0, -2):  # a time-out of the engine's is not the end
+                return PENDING
+            job.running.popleft()
+            job.failed += code != 1
+            if not job.running:
+                return self._end(job)
+        return PENDING
+
+    def _end(self, job: Job) -> TicketState:
+        """Book the end of a job of which nothing runs any more. A write that failed may still be on its way in the network."""
+        self._jobs.discard(job)
+        if job.failed:
+            job.remote.heard = -math.inf
+            job.state = _failed(job.problem or f"{job.failed} of its writes to {job.remote.name} failed in the engine; see its own log")
+        elif job.problem:
+            job.state = _failed(job.problem, quiescent=True, peer_broken=job.broken)
+        else:
+            job.remote.heard = time.monotonic()
+            job.state = DONE
+        return job.state
+
+
+def _failed(reason: str, quiescent: bool = False, peer_broken: bool = False) -> TicketState:
+    return TicketState(TicketKind.FAILED, reason, quiescent, peer_broken)

@@ -1,0 +1,24 @@
+"""What ``backend_options`` may say for ``backend="mooncake"``."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, Field
+
+P2P = "P2PHANDSHAKE"
+"""Mooncake's name for having no metadata server: engines ask each other."""
+
+
+class MooncakeOptions(BaseModel, extra="forbid", frozen=True):
+    """Options of the Mooncake backend."""
+
+    protocol: str = Field("tcp", pattern="^[a-z0-9_]+$")
+    """How bytes travel: ``tcp``, ``rdma``, or another name that the installed build of Mooncake knows. Equal on both sides."""
+    metadata_server: str = Field(P2P, min_length=1)
+    """Where engines find each other, such as ``etcd://host:2379``; by default they need none."""
+    devices: tuple[str, ...] = ()
+    """Network devices to use, such as ``mlx5_0``; empty: Mooncake chooses by topology."""
+    timeout_s: int = Field(600, ge=1, le=86400)
+    """TCP: seconds without progress after which the engine gives a write up. What it gave up may still arrive, so its pages wait for
+    ``quarantine_s``; hence the default is long, and it costs nothing."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Variables such as ``MC_GID_INDEX``, set before the engine starts. One that the process has already, wins and is logged."""
