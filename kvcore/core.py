@@ -233,7 +233,8 @@ class Core:
             if peer is not None:
                 peer.expired = max(peer.expired, effect.pair.rg)
         self._metrics.count("kvcore_released_unproven_total", pages)
-        log.error("room %s: %d pages released after quarantine_s without proof that %s left them", key, pages, effect.pair.peer)
+        name = RoomId(key.number, key.attempt)
+        log.error("room %s: %d pages released after quarantine_s without proof that %s left them", name, pages, effect.pair.peer)
         self.event("released_unproven", key, pages=pages)
 
     def changed(self, room: Room, old: KVPoll | None) -> None:

@@ -1,19 +1,25 @@
-"""``bench bandwidth``: bytes a second, and what they cost, by the size of a page. A room at a time, of many pages that lie scattered."""
+"""``bench bandwidth``: bytes a second, and what they cost, by the size of a page, beside the engine alone. A room at a time, of many pages."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
-from kvcore.bench.setup import GIB, MIB, SEED, Address, Clock, Go, Measured, Ready, Setup, finish, manager, verify
+from kvcore.bench.floor import Figures, Turns, meet, raw
+from kvcore.bench.setup import GIB, MIB, SEED, Address, Clock, Go, Measured, Ready, Setup, finish, manager, orders, verify
 from kvcore.buffers import Buffer, memory_kinds, random_pages
+from kvcore.manager import KVManager
 from kvcore.memory import Indices
 from kvcore.progress import Watch
-from kvcore.sides import Close, Link, Sides
+from kvcore.sides import Link, Sides
 from kvcore.states import Side
+
+Order = Literal["scattered", "contiguous"]
+"""Of a room's pages: scattered on both sides, or in one run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +29,29 @@ class Parameters:
     page_bytes: tuple[int, ...] = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
     room_bytes: int = 64 * MIB
     repeats: int = 5
+    order: tuple[Order, ...] = ("scattered",)
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """The engine alone: its fastest way, the best rate of each way when it was tried, CPU time of both sides, and what part of its rate
+    kvcore has, which is the median over turns that followed each other."""
+
+    way: str
+    tried_gb_per_s: dict[str, float]
+    gb_per_s: float
+    gb_per_s_each: tuple[float, ...]
+    cpu_s_per_gib: float
+    kvcore_share: float
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one size of a page: medians of the repeats, from decode's opening of a room to its SUCCESS. A GB is 10**9 bytes."""
+    """Of one size of a page in one order: medians of the repeats, from decode's opening of a room to its SUCCESS. A GB is 10**9 bytes.
+    ``raw``: None where the backend offers no floor."""
 
     page_bytes: int
+    order: Order
     pages: int
     room_bytes: int
     gb_per_s: float
@@ -37,26 +59,33 @@ class Result:
     prefill_cpu_s_per_gib: float
     decode_cpu_s_per_gib: float
     bytes_verified: int
+    raw: Raw | None
 
 
 def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
     """Run all of it, each size in processes of its own. Raises ``ToolError`` if a room fails or a page arrives with wrong bytes."""
-    return [_measure(setup, replace(parameters, page_bytes=(size,)), watch) for size in dict.fromkeys(parameters.page_bytes)]
+    cases = [(size, order) for size in dict.fromkeys(parameters.page_bytes) for order in dict.fromkeys(parameters.order)]
+    return [_measure(setup, replace(parameters, page_bytes=(size,), order=(order,)), watch) for size, order in cases]
 
 
 def _measure(setup: Setup, parameters: Parameters, watch: Watch) -> Result:
-    (page_bytes,) = parameters.page_bytes
+    (page_bytes,), (order,) = parameters.page_bytes, parameters.order
     repeats = []
     with Sides("bench", work, (setup, parameters), setup.patience_s, watch, setup.debug) as sides:
         sides.tell("decode", sides.hear("prefill", Address))
+        floor = Turns(sides, meet(sides, setup), pages_of(parameters, page_bytes) * page_bytes / 1e9)
         for repeat in range(parameters.repeats + 1):
-            watch("measuring", f"pages of {page_bytes} bytes, " + (f"repeat {repeat} of {parameters.repeats}" if repeat else "warming up"))
+            watch(
+                "measuring",
+                f"{order} pages of {page_bytes} bytes, " + (f"repeat {repeat} of {parameters.repeats}" if repeat else "warming up"),
+            )
             sides.tell("prefill", Go())
             sides.hear("prefill", Ready)
             sides.tell("decode", Go())
             repeats.append(sides.hear_both(Measured))
+            floor.take() if repeat else floor.warm_up()
         sides.close()
-    return result(page_bytes, parameters, repeats[1:])
+    return result(page_bytes, parameters, repeats[1:], floor.figures)
 
 
 def pages_of(parameters: Parameters, page_bytes: int) -> int:
@@ -64,23 +93,45 @@ def pages_of(parameters: Parameters, page_bytes: int) -> int:
     return max(1, parameters.room_bytes // page_bytes)
 
 
-def result(page_bytes: int, parameters: Parameters, repeats: Sequence[dict[Side, Measured]]) -> Result:
+def result(page_bytes: int, parameters: Parameters, repeats: Sequence[dict[Side, Measured]], floor: Figures | None = None) -> Result:
     """What the repeats come to."""
     pages = pages_of(parameters, page_bytes)
     nbytes = pages * page_bytes
     rates = tuple(nbytes / each["decode"].seconds / 1e9 for each in repeats)
     cpu = {side: statistics.median(each[side].cpu_s for each in repeats) / nbytes * GIB for side in ("prefill", "decode")}
-    verified = nbytes * (len(repeats) + 1)
-    return Result(page_bytes, pages, nbytes, statistics.median(rates), rates, cpu["prefill"], cpu["decode"], verified)
+    return Result(
+        page_bytes=page_bytes,
+        order=parameters.order[0],
+        pages=pages,
+        room_bytes=nbytes,
+        gb_per_s=statistics.median(rates),
+        gb_per_s_each=rates,
+        prefill_cpu_s_per_gib=cpu["prefill"],
+        decode_cpu_s_per_gib=cpu["decode"],
+        bytes_verified=nbytes * (len(repeats) + 1),
+        raw=None if floor is None else _raw(floor, rates, nbytes),
+    )
+
+
+def _raw(floor: Figures, rates: Sequence[float], nbytes: int) -> Raw:
+    cpu = statistics.median(floor.cpu_s) / nbytes * GIB
+    return Raw(floor.way, floor.tried, statistics.median(floor.rates), floor.rates, cpu, floor.share(rates))
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
     """The results for people."""
-    yield "page bytes   pages   room MiB     GB/s   CPU s/GiB: prefill  decode"
+    yield "page bytes  order         pages   room MiB     GB/s      min      max   CPU s/GiB: prefill  decode"
     for one in results:
         cpu = f"{one.prefill_cpu_s_per_gib:>18.2f} {one.decode_cpu_s_per_gib:>7.2f}"
-        yield f"{one.page_bytes:>10} {one.pages:>7} {one.room_bytes / MIB:>10.4g} {one.gb_per_s:>8.2f}   {cpu}"
+        yield f"{one.page_bytes:>10}  {one.order:<10} {one.pages:>8} {one.room_bytes / MIB:>10.4g} {_rates(one.gb_per_s_each)}   {cpu}"
+        if one.raw is not None:
+            cpu = f"{one.raw.cpu_s_per_gib:>18.2f} in both; kvcore has {one.raw.kvcore_share:.0%} of it"
+            yield f"{'  engine alone: ' + one.raw.way:<42} {_rates(one.raw.gb_per_s_each)}   {cpu}"
     yield f"all of {sum(one.bytes_verified for one in results) / MIB:.4g} MiB verified"
+
+
+def _rates(each: Sequence[float]) -> str:
+    return f"{statistics.median(each):>8.2f} {min(each):>8.2f} {max(each):>8.2f}"
 
 
 def work(side: Side, settings: tuple[Setup, Parameters], link: Link) -> None:
@@ -88,43 +139,54 @@ def work(side: Side, settings: tuple[Setup, Parameters], link: Link) -> None:
     setup, parameters = settings
     (page_bytes,) = parameters.page_bytes
     buffer = Buffer(memory_kinds(setup.backend), pages_of(parameters, page_bytes), page_bytes)
-    (_prefill if side == "prefill" else _decode)(setup, parameters.repeats + 1, buffer, link)
+    (_prefill if side == "prefill" else _decode)(setup, parameters.order[0], buffer, link)
 
 
-def _prefill(setup: Setup, rooms: int, buffer: Buffer, link: Link) -> None:
+def _prefill(setup: Setup, order: Order, buffer: Buffer, link: Link) -> None:
     buffer.write(random_pages(SEED, *buffer.tensor.shape))
-    pages = scattered("prefill", len(buffer.tensor))
+    pages = listed(order, "prefill", len(buffer.tensor))
     with manager("prefill", setup, buffer) as prefill:
         link.tell(Address(prefill.address))
-        for room in range(rooms):
-            link.hear(Go)
-            clock = Clock()
-            with prefill.sender(room) as sender:
-                sender.send(pages, last=True)
-                link.tell(Ready())
-                finish(sender, setup)
-                link.tell(clock.read())
-        link.hear(Close)
+        with raw("prefill", setup, buffer, link) as floor:
+            for room, go in enumerate(orders(link)):
+                if floor is not None and go.way:
+                    link.tell(floor.write(go.way, [floor.transfer(pages, listed(order, "decode", len(pages)))]))
+                else:
+                    link.tell(_send(prefill, room, pages, setup, link))
 
 
-def _decode(setup: Setup, rooms: int, buffer: Buffer, link: Link) -> None:
-    sent = random_pages(SEED, *buffer.tensor.shape)[scattered("prefill", len(buffer.tensor))]
-    pages = scattered("decode", len(buffer.tensor))
+def _send(prefill: KVManager, room: int, pages: Indices, setup: Setup, link: Link) -> Measured:
+    clock = Clock()
+    with prefill.sender(room) as sender:
+        sender.send(pages, last=True)
+        link.tell(Ready())
+        finish(sender, setup)
+        return clock.read()
+
+
+def _decode(setup: Setup, order: Order, buffer: Buffer, link: Link) -> None:
+    sent = random_pages(SEED, *buffer.tensor.shape)[listed(order, "prefill", len(buffer.tensor))]
+    pages = listed(order, "decode", len(buffer.tensor))
     with manager("decode", setup, buffer) as decode:
         address = link.hear(Address).text
-        for room in range(rooms):
-            buffer.clear()
-            link.hear(Go)
-            clock = Clock()
-            with decode.receiver(room, prefill=address) as receiver:
-                receiver.receive(pages)
-                finish(receiver, setup)
-                measured = clock.read()
-            verify(buffer.read()[pages], sent, setup)
-            link.tell(measured)
-        link.hear(Close)
+        with raw("decode", setup, buffer, link) as floor:
+            for room, go in enumerate(orders(link)):
+                buffer.clear()
+                measured = floor.serve() if floor is not None and go.way else _receive(decode, room, pages, setup, address)
+                verify(buffer.read()[pages], sent, setup)
+                link.tell(measured)
 
 
-def scattered(side: Side, pages: int) -> Indices:
-    """All pages in an order of this side's own, so that next to none are neighbours on both."""
+def _receive(decode: KVManager, room: int, pages: Indices, setup: Setup, address: str) -> Measured:
+    clock = Clock()
+    with decode.receiver(room, prefill=address) as receiver:
+        receiver.receive(pages)
+        finish(receiver, setup)
+        return clock.read()
+
+
+def listed(order: Order, side: Side, pages: int) -> Indices:
+    """All pages: in one run, or in an order of this side's own, so that next to none are neighbours on both."""
+    if order == "contiguous":
+        return np.arange(pages, dtype=np.int64)
     return np.random.default_rng(1 if side == "prefill" else 2).permutation(pages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +22,16 @@ MOST_ROOMS = 1_000_000
 IN_FLIGHT = [1, 64]
 PAGE_BYTES = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
 
+
+class Order(str, enum.Enum):
+    """Of a room's pages."""
+
+    SCATTERED = "scattered"
+    CONTIGUOUS = "contiguous"
+
+
+ORDER = [Order.SCATTERED]
+
 bench = typer.Typer(name="bench", help="Measure: rooms a second, bandwidth, the cost of waiting, the planner.")
 
 Repeats = Annotated[int, typer.Option(min=1, max=1000, help="How often it is measured, after once for warming up.")]
@@ -39,7 +50,7 @@ def rooms(
     timeout: Timeout = 120.0,
     json_file: JsonFile = None,
 ) -> None:
-    """Rooms a second, a room's latency, and CPU time a room on both sides; one page a room."""
+    """Rooms a second, a room's latency, and CPU time a room on both sides; one page a room. Beside it, transfers of the engine alone."""
     _fit(rooms * page_bytes, "--page-bytes", "one page a room")
     setup = _setup(context, backend, options, host, timeout)
     from kvcore.bench import rooms as measurement
@@ -58,17 +69,18 @@ def bandwidth(
         list[int], typer.Option(min=1, max=MOST_BYTES, help="Bytes of a page; may be given more than once.")
     ] = PAGE_BYTES,
     room_bytes: Annotated[int, typer.Option(min=1, max=MOST_BYTES, help="Bytes of a room, a page at least.")] = 64 << 20,
+    order: Annotated[list[Order], typer.Option(help="How the pages lie on both sides; may be given more than once.")] = ORDER,
     repeats: Repeats = 5,
     options: OptionsFile = None,
     host: Host = "127.0.0.1",
     timeout: Timeout = 120.0,
     json_file: JsonFile = None,
 ) -> None:
-    """Bytes a second, and CPU time a GiB on both sides, for pages of several sizes that lie scattered."""
+    """Bytes a second, and CPU time a GiB on both sides, for pages of several sizes. Beside it, the same bytes by the engine alone."""
     setup = _setup(context, backend, options, host, timeout)
     from kvcore.bench import bandwidth as measurement
 
-    parameters = measurement.Parameters(tuple(page_bytes), room_bytes, repeats)
+    parameters = measurement.Parameters(tuple(page_bytes), room_bytes, repeats, tuple(one.value for one in order))
     with progress() as watch:
         results = measurement.measure(setup, parameters, watch)
     _tell("bench bandwidth", setup, parameters, results, measurement.table(results), json_file)

@@ -1,8 +1,10 @@
-"""``bench rooms``: how many rooms a second, how long one takes, and what it costs. One page a room, so it is the core that is measured."""
+"""``bench rooms``: how many rooms a second, how long one takes, and what it costs. One page a room, so it is the core that is measured, beside
+as many transfers of one page of the engine alone."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -10,10 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcore.bench.setup import SEED, Address, Clock, Go, Measured, Setup, manager, verify
+from kvcore.bench.floor import Figures, Turns, meet, raw
+from kvcore.bench.setup import SEED, Address, Clock, Go, Measured, Setup, manager, orders, verify
 from kvcore.buffers import Buffer, memory_kinds, random_pages
+from kvcore.memory import Indices
 from kvcore.progress import Watch
-from kvcore.sides import Close, Link, Sides
+from kvcore.sides import Link, Sides
 from kvcore.states import Side
 
 SOURCE_PAGES = 256
@@ -32,8 +36,22 @@ class Parameters:
 
 
 @dataclass(frozen=True, slots=True)
+class Raw:
+    """The engine alone, with as many transfers in flight: its fastest way, the best rate of each way when it was tried, CPU time of both
+    sides, and what part of its rate kvcore has, which is the median over turns that followed each other."""
+
+    way: str
+    tried_per_s: dict[str, float]
+    transfers_per_s: float
+    transfers_per_s_each: tuple[float, ...]
+    cpu_us_per_transfer: float
+    kvcore_share: float
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
-    """Of one number of rooms in flight: medians of the repeats; latencies of all rooms, as decode's caller sees them."""
+    """Of one number of rooms in flight: medians of the repeats; latencies of all rooms, as decode's caller sees them. ``raw``: None where
+    the backend offers no floor."""
 
     in_flight: int
     rooms_per_s: float
@@ -45,6 +63,7 @@ class Result:
     prefill_cpu_us_per_room: float
     decode_cpu_us_per_room: float
     rooms_verified: int
+    raw: Raw | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +78,20 @@ class Batch:
 
 def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
     """Run all of it. Raises ``ToolError`` if a room fails or a page arrives with wrong bytes."""
-    found: dict[int, list[dict[Side, Measured]]] = {}
+    results = []
     with Sides("bench", work, (setup, parameters), setup.patience_s, watch, setup.debug) as sides:
         sides.tell("decode", sides.hear("prefill", Address))
-        for batch in batches(parameters):
-            watch("measuring", batch.note)
-            sides.tell_both(Go())
-            found.setdefault(batch.in_flight, []).append(sides.hear_both(Measured))
+        ways = meet(sides, setup)
+        for in_flight, group in itertools.groupby(batches(parameters), lambda batch: batch.in_flight):
+            floor, repeats = Turns(sides, ways, parameters.rooms), []
+            for batch in group:
+                watch("measuring", batch.note)
+                sides.tell_both(Go())
+                repeats.append(sides.hear_both(Measured))
+                floor.take() if len(repeats) > 1 else floor.warm_up()
+            results.append(result(in_flight, parameters, repeats[1:], floor.figures))
         sides.close()
-    return [result(in_flight, parameters, repeats[1:]) for in_flight, repeats in found.items()]
+    return results
 
 
 def batches(parameters: Parameters) -> Iterator[Batch]:
@@ -80,7 +104,7 @@ def batches(parameters: Parameters) -> Iterator[Batch]:
             first += parameters.rooms
 
 
-def result(in_flight: int, parameters: Parameters, repeats: Sequence[dict[Side, Measured]]) -> Result:
+def result(in_flight: int, parameters: Parameters, repeats: Sequence[dict[Side, Measured]], floor: Figures | None = None) -> Result:
     """What the repeats come to."""
     rooms = parameters.rooms
     rates = tuple(rooms / each["decode"].seconds for each in repeats)
@@ -88,8 +112,23 @@ def result(in_flight: int, parameters: Parameters, repeats: Sequence[dict[Side, 
     median, p90, p99, most = (float(value) for value in np.percentile(latencies, (50, 90, 99, 100)))
     cpu = {side: statistics.median(each[side].cpu_s for each in repeats) / rooms * 1e6 for side in ("prefill", "decode")}
     return Result(
-        in_flight, statistics.median(rates), rates, median, p90, p99, most, cpu["prefill"], cpu["decode"], rooms * (len(repeats) + 1)
+        in_flight=in_flight,
+        rooms_per_s=statistics.median(rates),
+        rooms_per_s_each=rates,
+        latency_ms_median=median,
+        latency_ms_p90=p90,
+        latency_ms_p99=p99,
+        latency_ms_max=most,
+        prefill_cpu_us_per_room=cpu["prefill"],
+        decode_cpu_us_per_room=cpu["decode"],
+        rooms_verified=rooms * (len(repeats) + 1),
+        raw=None if floor is None else _raw(floor, rates, rooms),
     )
+
+
+def _raw(floor: Figures, rates: Sequence[float], rooms: int) -> Raw:
+    cpu = statistics.median(floor.cpu_s) / rooms * 1e6
+    return Raw(floor.way, floor.tried, statistics.median(floor.rates), floor.rates, cpu, floor.share(rates))
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
@@ -99,6 +138,12 @@ def table(results: Sequence[Result]) -> Iterator[str]:
         latency = f"{one.latency_ms_median:>18.2f} {one.latency_ms_p90:>7.2f} {one.latency_ms_p99:>7.2f} {one.latency_ms_max:>7.2f}"
         cpu = f"{one.prefill_cpu_us_per_room:>21.0f} {one.decode_cpu_us_per_room:>7.0f}"
         yield f"{one.in_flight:>9} {one.rooms_per_s:>9.0f}   {latency} {cpu}"
+        if one.raw is not None:
+            yield (
+                f"  engine alone: {one.raw.transfers_per_s:.0f} transfers/s ({min(one.raw.transfers_per_s_each):.0f} to "
+                f"{max(one.raw.transfers_per_s_each):.0f}, {one.raw.way}), {one.raw.cpu_us_per_transfer:.0f} us of CPU in both; "
+                f"kvcore has {one.raw.kvcore_share:.0%} of it"
+            )
     yield f"every byte of {sum(one.rooms_verified for one in results)} rooms verified"
 
 
@@ -120,12 +165,15 @@ def _prefill(setup: Setup, parameters: Parameters, link: Link) -> None:
                 await sender
                 sender.raise_for_failure()
 
-        for batch in batches(parameters):
-            link.hear(Go)
-            clock = Clock()
-            asyncio.run(_lanes(2 * batch.in_flight + AHEAD, send, batch))
-            link.tell(clock.read())
-        link.hear(Close)
+        with raw("prefill", setup, buffer, link) as floor:
+            coming = batches(parameters)
+            for go in orders(link):
+                if floor is not None and go.way:
+                    link.tell(floor.write(go.way, [floor.transfer(*pages) for pages in _pages(batch)], batch.in_flight))
+                    continue
+                batch, clock = next(coming), Clock()
+                asyncio.run(_lanes(2 * batch.in_flight + AHEAD, send, batch))
+                link.tell(clock.read())
 
 
 def _decode(setup: Setup, parameters: Parameters, link: Link) -> None:
@@ -143,17 +191,26 @@ def _decode(setup: Setup, parameters: Parameters, link: Link) -> None:
                 latencies.append(time.perf_counter() - began)
                 receiver.raise_for_failure()
 
-        for batch in batches(parameters):
-            buffer.clear()
-            latencies.clear()
-            link.hear(Go)
-            clock = Clock()
-            asyncio.run(_lanes(batch.in_flight, receive, batch))
-            measured = clock.read(tuple(latencies))
-            numbers = np.arange(batch.first, batch.first + batch.rooms)
-            verify(buffer.read()[numbers % parameters.rooms], expected[numbers % SOURCE_PAGES], setup)
-            link.tell(measured)
-        link.hear(Close)
+        with raw("decode", setup, buffer, link) as floor:
+            coming = batches(parameters)
+            for go in orders(link):
+                if floor is not None and go.way:
+                    measured = floor.serve()
+                else:
+                    latencies.clear()
+                    batch, clock = next(coming), Clock()
+                    asyncio.run(_lanes(batch.in_flight, receive, batch))
+                    measured = clock.read(tuple(latencies))
+                sources, places = np.concatenate(list(_pages(batch)), axis=1)
+                verify(buffer.read()[places], expected[sources], setup)
+                buffer.clear()
+                link.tell(measured)
+
+
+def _pages(batch: Batch) -> Iterator[tuple[Indices, Indices]]:
+    """Which page of prefill goes to which of decode, room by room."""
+    for number in range(batch.first, batch.first + batch.rooms):
+        yield np.array([number % SOURCE_PAGES]), np.array([number % batch.rooms])
 
 
 async def _lanes(count: int, carry: Callable[[int], Awaitable[None]], batch: Batch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 import kvcore
 from kvcore.buffers import Buffer, Bytes
-from kvcore.sides import ToolError
+from kvcore.sides import Close, Link, ToolError
 from kvcore.states import Side
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -37,7 +38,9 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """To a side: the next thing that is measured begins."""
+    """To a side: the next thing that is measured begins. With a ``way`` it is a turn of the floor's, moved in this way."""
+
+    way: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,19 @@ def manager(side: Side, setup: Setup, buffer: Buffer) -> kvcore.KVManager:
         bootstrap_s=patience_s, input_s=patience_s, transfer_s=patience_s, ticket_s=patience_s, quarantine_s=None, drain_s=1.0
     )
     config = kvcore.Config(role=side, backend=setup.backend, backend_options=setup.options, host=setup.host, limits=limits)
-    return kvcore.KVManager(config, [kvcore.Pool.from_tensors("kv", [buffer.tensor], page_size=1)])
+    return kvcore.KVManager(config, [pool(buffer)])
+
+
+def pool(buffer: Buffer) -> kvcore.Pool:
+    """The pool that is measured."""
+    return kvcore.Pool.from_tensors("kv", [buffer.tensor], page_size=1)
+
+
+def orders(link: Link) -> Iterator[Go]:
+    """What the driver wants measured, one by one, until it closes."""
+    while not isinstance(order := link.hear(object), Close):
+        assert isinstance(order, Go)
+        yield order
 
 
 def finish(handle: kvcore.Handle, setup: Setup) -> None:

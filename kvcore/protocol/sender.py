@@ -299,7 +299,7 @@ class _Turn(Turn):
     def on_join_timeout(self, event: Timeout, instance: str, rg: int) -> None:
         waiting = tuple(item for item in self.state.waiting if (item[0].instance, item[1]) != (instance, rg))
         self.state = replace(self.state, waiting=waiting)
-        text = f"no such room {self.state.room}: nobody opened a sender for it within orphan_s; open the sender when the request arrives"
+        text = f"no such room {self.state.room}: nobody opened a sender for it within orphan_s"
         self.status(Pair(instance, rg, 0), KVPoll.FAILED, Reason.of(FailureCode.NO_SUCH_ROOM, text, "prefill", self.state.rank))
 
 

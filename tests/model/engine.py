@@ -111,6 +111,8 @@ class Engine:
         started = world.begins(self.node, transfer, pages)
         shut = (self.node.name, started.pair.peer) in world.shut
         write = Write(transfer.room, started.pair, transfer.chunk, pages, world.clock.now, writes=not shut)
+        receiver = world.life(started.pair.peer, started.pair.rg)
+        write.target_given_up = receiver is not None and receiver.handle.release_unproven  # by limit, while this side was stopped
         self.given += 1
         self.held.add(transfer.room)
         self.writes.append(write)

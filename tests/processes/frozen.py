@@ -11,7 +11,7 @@ import itertools
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ import numpy.typing as npt
 from tests.processes.driver import Child, Handle, PoolSpec, until
 
 Side = Literal["prefill", "decode"]
+SIDES: tuple[Side, ...] = ("decode", "prefill")
 Memory = npt.NDArray[np.uint8]
 
 PAGES, PAGE_BYTES = 1024, 64 * 1024
@@ -114,6 +115,10 @@ class Caught:
             whose = "receiver" if handle is self.receiver else "sender"
             until(lambda handle=handle: _strangers(handle) is not None, f"the {whose}'s pages are safe", SAFE_S)  # type: ignore[misc]
 
+    def clear(self) -> None:
+        self.sender.clear()
+        self.receiver.clear()
+
     def late_bytes(self) -> int:
         """Thaw, and count what came late: bytes of the new source before the destination was released, or of anything after."""
         self.frozen.thaw()
@@ -132,9 +137,8 @@ def catch(scene: Scene, side: Side) -> Caught:
         if 0 < _at_rest(scene.target) < scene.target.size and (side == "prefill" or scene.prefill.work("stats")["tickets"] == 1):
             return caught
         caught.frozen.thaw()
-        for handle in (caught.sender, caught.receiver):
-            caught.reused(handle)
-            handle.clear()
+        caught.reused(caught.sender, caught.receiver)
+        caught.clear()
     raise AssertionError(f"none of {TRIES} writes of {PAGES * PAGE_BYTES >> 20} MiB was caught in the middle: they do not stay in flight")
 
 
@@ -168,26 +172,31 @@ def _strangers(handle: Handle) -> int | None:
     return found
 
 
-def check_nothing_late(engine: Engine, side: Side) -> None:
+def check_nothing_late(engine: Engine, sides: Sequence[Side] = SIDES) -> None:
     """While a side stands still the other does not call its pages safe; after that both do, by proof, and nothing comes late."""
     with scene(engine, PROOF) as found:
-        caught = catch(found, side)
-        caught.living.abort("enough")
-        deadline = time.monotonic() + HOLDS_S
-        while time.monotonic() < deadline:
-            assert not caught.living.safe_now(), f"{caught.living.name} is called safe in the middle of a write"
-            threading.Event().wait(0.02)
-        assert caught.late_bytes() == 0
-        assert not (caught.sender.unproven or caught.receiver.unproven)
-        assert [child.work("stats")["released_unproven"] for child in (found.prefill, found.decode)] == [0, 0]
+        for side in sides:
+            caught = catch(found, side)
+            caught.living.abort("enough")
+            deadline = time.monotonic() + HOLDS_S
+            while time.monotonic() < deadline:
+                assert not caught.living.safe_now(), f"{side} stands still in the middle of a write, and the other side's pages are safe"
+                threading.Event().wait(0.02)
+            assert caught.late_bytes() == 0
+            assert not (caught.sender.unproven or caught.receiver.unproven)
+            assert [child.work("stats")["released_unproven"] for child in (found.prefill, found.decode)] == [0, 0]
+            caught.clear()
 
 
-def check_late_is_seen(engine: Engine, side: Side) -> None:
+def check_late_is_seen(engine: Engine, sides: Sequence[Side] = SIDES) -> None:
     """With limits that do not wait for proof the living side gives its pages up, says and counts that, and bytes come late."""
     with scene(engine, NO_PROOF) as found:
-        caught = catch(found, side)
-        caught.living.abort("enough")
-        caught.reused(caught.living)
-        assert caught.living.unproven
-        assert caught.living.child.work("stats")["released_unproven"] == PAGES
-        assert caught.late_bytes() > 0
+        for side in sides:
+            caught = catch(found, side)
+            before = caught.living.child.work("stats")["released_unproven"]
+            caught.living.abort("enough")
+            caught.reused(caught.living)
+            assert caught.living.unproven
+            assert caught.living.child.work("stats")["released_unproven"] == before + PAGES
+            assert caught.late_bytes() > 0
+            caught.clear()

@@ -1,8 +1,7 @@
 """The Mooncake backend. The hooks stand in the order in which the core calls them.
 
 A transfer becomes one write of the engine per descriptor, each asked for until it has ended by itself: the engine's own batches spin on a
-core, give up after a while, and report a failure while the rest of the batch still runs. There is no cancel: what was posted ends as it ends,
-and only what was not posted yet can be withdrawn.
+core, give up after a while, and report a failure while the rest of them still runs. What was posted cannot be cancelled.
 """
 
 from __future__ import annotations
@@ -34,23 +33,16 @@ ABLE = Capabilities(
     max_descriptors=2048,
     max_bytes=64 << 20,
 )
-FRESH_S = 1.0
-"""A peer that has answered within this time is not probed again."""
-CONNECT_S = 5.0
-"""For finding out, when a peer is paired, whether its engine's port can be reached at all."""
-LEAVE_S = 1.0
-"""How long ``kvcore_disconnect`` waits for what is in flight to a peer."""
-CLOSE_S = 3.0
-"""How long ``kvcore_close`` waits for calls of the engine that have not returned."""
-CHECKS = 512
-"""Most writes that are looked at in one call of ``kvcore_poll``: less than a millisecond."""
-NOWHERE = 0
-"""An address that no engine ever has registered."""
+FRESH_S = 1.0  # a peer that has taken a transfer within this time is not probed before the next
+CONNECT_S = 5.0  # to see, when a peer is paired, whether its engine's port can be reached
+LEAVE_S = 1.0  # how long kvcore_disconnect waits for what is in flight to a peer
+CLOSE_S = 3.0  # how long kvcore_close waits for calls of the engine that have not returned
+CHECKS = 512  # most writes looked at in one call of kvcore_poll: less than a millisecond
 
 
 @dataclass(slots=True, eq=False)
 class Remote:
-    """A peer's engine: the name it is opened under, whether that was done, when it last answered, and whether a probe of it runs."""
+    """A peer's engine: the name it is opened under, whether that was done, when it last was well, and whether a probe of it runs."""
 
     name: str
     used: bool = False
@@ -65,13 +57,11 @@ class Job:
     room: RoomKey | None
     peer: str
     remote: Remote
-    unposted: int
-    """Writes to come, as long as the call that posts them has not returned; then 0."""
+    unposted: int  # writes to come, as long as the call that posts them has not returned; then 0
     running: deque[int] = field(default_factory=deque)
     failed: int = 0
     cancelled: bool = False
-    problem: str = ""
-    """Why not all of it was posted."""
+    problem: str = ""  # why not all of it was posted
     broken: bool = False
     state: TicketState = PENDING
 
@@ -101,34 +91,35 @@ class MooncakeBackend:
     @hookimpl
     def kvcore_open(self, options: MooncakeOptions, context: OpenContext) -> None:
         """Load the library and start an engine; ``BackendLoadError`` with what is missing, ``ConfigError`` for a bad environment."""
-        self._library, version = native.load()
         self._options, self._context = options, context
-        self._engine, self._session = native.start(self._library, options, context)
-        self._most_queued = native.number("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", 1024, 65535)
-        context.logger.info("%s with protocol %s as %s", version, options.protocol, self._session)
+        self._library, self._engine, self._session = native.start(options, context)
+        self._most_queued = native.number(native.QUEUE, 1024, 65535)
 
     @hookimpl
     def kvcore_register(self, regions: Sequence[Region]) -> None:
         """Register all regions, or none (B3)."""
         kinds = {one.device.partition(":")[0] for one in regions}
-        unfit = sorted(kinds - native.memory_kinds(self._library))
-        if unfit:
-            raise RegistrationError(
-                f"backend 'mooncake': this build of Mooncake does not move {unfit} memory; take another: {native.INSTALL}"
-            )
-        code = self._engine.batch_register_memory([one.ptr for one in regions], [one.nbytes for one in regions])
-        if code:
-            raise RegistrationError(self._refusal(regions, code))
-        self._regions = list(regions)
+        if unfit := sorted(kinds - native.memory_kinds(self._library)):
+            raise RegistrationError(f"backend 'mooncake': this build does not move {unfit} memory; take another: {native.INSTALL}")
+        addresses = [one.ptr for one in regions]
+        code = self._engine.batch_register_memory(addresses, [one.nbytes for one in regions])
+        if not code:
+            self._regions = list(regions)
+            return
+        codes = [self._engine.register_memory(one.ptr, one.nbytes) for one in regions]  # which it was, the engine does not tell
+        self._engine.batch_unregister_memory(addresses)
+        raise RegistrationError(
+            f"backend 'mooncake' could not register {len(regions)} regions ({native.meaning(code)}): "
+            + ", ".join(f"region {n} at {addresses[n]:#x} ({native.meaning(code)})" for n, code in enumerate(codes) if code)
+            + "; usual causes: a region listed twice, the limit of locked memory (ulimit -l), a device that the network does not reach"
+        )
 
     @hookimpl
     def kvcore_unregister(self, regions: Sequence[Region]) -> None:
         """Undo ``kvcore_register``."""
         registered, self._regions = self._regions, []
-        if registered and self._engine is not None:
-            code = self._engine.batch_unregister_memory([one.ptr for one in registered])
-            if code:
-                self._context.logger.warning("memory was not unregistered (%s); the engine is closed all the same", native.meaning(code))
+        if registered and (code := self._engine.batch_unregister_memory([one.ptr for one in registered])):
+            self._context.logger.warning("memory could not be unregistered (%s); closing the engine does it", native.meaning(code))
 
     @hookimpl
     def kvcore_endpoint(self) -> Endpoint:
@@ -176,13 +167,17 @@ class MooncakeBackend:
                 return RETRY
             remote.probing = probe = time.monotonic() - remote.heard > FRESH_S
             self._jobs.add(job := Job(transfer.room, transfer.peer, remote, size))
-        try:
-            if not probe or self._answers(job):
+        try:  # a probe waits up to a minute for a peer that is stopped; nothing is posted then
+            code = self._engine.send_probe(remote.name) if probe else 0
+            if code:
+                job.problem, job.broken = f"no answer from {job.peer} at {remote.name} ({native.meaning(code)})", True
+            else:
                 self._post(job, transfer)
         except Exception as error:
             job.problem, job.failed = cause(error), job.failed + 1
         with self._lock:
             job.unposted = 0
+            remote.probing &= not probe
             self._returned.notify_all()
             return job if job.running else self._end(job)
 
@@ -224,26 +219,10 @@ class MooncakeBackend:
             for job in self._jobs:
                 job.cancelled = True
             if not self._returned.wait_for(lambda: not any(job.unposted for job in self._jobs), CLOSE_S):
-                raise RuntimeError(
-                    f"backend 'mooncake': a call of the engine goes on after {CLOSE_S:g} s; keep its memory until it has ended"
-                )
+                raise RuntimeError(f"backend 'mooncake': a call of the engine goes on after {CLOSE_S:g} s; keep its memory")
             while self._jobs:
                 self._jobs.pop().state = _failed("the engine was closed")
             self._engine = None  # ends its threads and closes its sockets
-
-    def _refusal(self, regions: Sequence[Region], code: int) -> str:
-        """What is wrong with regions that were refused together; the engine does not tell which of them it was."""
-        taken: list[int] = []
-        for number, one in enumerate(regions):
-            if code := self._engine.register_memory(one.ptr, one.nbytes):
-                break
-            taken.append(one.ptr)
-        self._engine.batch_unregister_memory(taken)
-        return (
-            f"backend 'mooncake': region {number} ({one.nbytes} bytes at {one.ptr:#x} on {one.device}) was refused ({native.meaning(code)}); "
-            "usual causes: it is registered twice or overlaps another, the limit of locked memory (ulimit -l), a device that the network "
-            "card does not reach"
-        )
 
     def _name(self, session: str, peer: str) -> str:
         """What to call a peer's engine. Mooncake remembers for ever what it finds under a name, and ports come back: another instance
@@ -257,20 +236,6 @@ class MooncakeBackend:
         self._opened[session] = (peer, times)
         host, _, port = session.rpartition(":")
         return f"{host}:{'0' * times}{port}"
-
-    def _answers(self, job: Job) -> bool:
-        """Whether the peer's engine answers; it waits up to a minute for one that is stopped."""
-        remote, code = job.remote, None
-        try:
-            code = self._engine.send_probe(remote.name)
-        finally:
-            with self._lock:
-                remote.probing = False
-                if code == 0:
-                    remote.heard = time.monotonic()
-        if code:
-            job.problem, job.broken = f"peer {job.peer} does not answer at {remote.name} ({native.meaning(code)})", True
-        return not code
 
     def _post(self, job: Job, transfer: Transfer) -> None:
         addresses = transfer.local_address.tolist(), transfer.remote_address.tolist(), transfer.length.tolist()
@@ -287,15 +252,12 @@ class MooncakeBackend:
             job.running.append(write)
 
     def _hang_up(self, remote: Remote) -> None:
-        """Have the engine close its connections to a peer. It does so only when one fails: by a write that every engine refuses."""
-        if self._options.protocol != "tcp" or not self._regions:
-            return
-        job = Job(None, "", remote, 0)
-        for _ in range(native.lanes()):
-            if write := self._engine.transfer_submit_write(remote.name, self._regions[0].ptr, NOWHERE, 1):
-                job.running.append(write)
-        with self._lock:
-            self._jobs.add(job)
+        """Have the engine close its connections to a peer, which it does when one fails: by writes that every engine refuses."""
+        if self._options.protocol == "tcp" and self._regions:
+            nowhere = remote.name, self._regions[0].ptr, 0, 1
+            writes = [self._engine.transfer_submit_write(*nowhere) for _ in range(native.number(native.LANES, 4, 16))]
+            with self._lock:
+                self._jobs.add(Job(None, "", remote, 0, deque(filter(None, writes))))
 
     # --- with the lock held
 
@@ -307,15 +269,13 @@ class MooncakeBackend:
         """A job's state, as far as the checks suffice. The engine frees a write that it has reported ended, so none is asked for twice."""
         if job.unposted or job.state is not PENDING:
             return job.state
-        for _ in checks if job.running else ():
-            code = self._engine.transfer_check_status(job.running[0])
+        while job.running:
+            code = self._engine.transfer_check_status(job.running[0]) if next(checks, None) is not None else 0
             if code in (0, -2):  # a time-out of the engine's is not the end
                 return PENDING
             job.running.popleft()
             job.failed += code != 1
-            if not job.running:
-                return self._end(job)
-        return PENDING
+        return self._end(job)
 
     def _end(self, job: Job) -> TicketState:
         """Book the end of a job of which nothing runs any more. A write that failed may still be on its way in the network."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import logging
@@ -18,84 +19,54 @@ from kvcore.addresses import Address
 from kvcore.hookspecs import Fact, OpenContext
 from kvcore_mooncake.options import P2P, MooncakeOptions
 
-WHEELS = ("-non-cuda", "", "-cuda13", "-rocm", "-npu", "-musa", "-efa", "-efa-cuda13", "-efa-non-cuda")
-"""Ends of the names under which the library is published."""
-OLDEST = (0, 3, 13)
-"""From here on a TCP write is reported done when its bytes are in place (R6), and connections are reused."""
-CALLS = (
-    "initialize", "get_rpc_port", "batch_register_memory", "batch_unregister_memory", "register_memory", "unregister_memory",
-    "send_probe", "transfer_submit_write", "transfer_check_status",
-)  # fmt: skip
+OLDEST = (0, 3, 13)  # since then a TCP write is done when its bytes are in place (R6), and connections are used again
+CALLS = ("batch_register_memory", "batch_unregister_memory", "send_probe", "transfer_submit_write", "transfer_check_status")
 INSTALL = "pip install kvcore-mooncake[cpu] (or [cuda], [cuda13], [rocm], [npu], [efa])"
 DEBIAN = {"libibverbs": "libibverbs1", "librdmacm": "librdmacm1", "libnuma": "libnuma1", "libcurl": "libcurl4"}
-DRIVERS = {
-    "libcuda": "CUDA",
-    "libamdhip": "ROCm",
-    "libhsa": "ROCm",
-    "libascend": "CANN",
-    "libhccl": "CANN",
-    "libmusa": "MUSA",
-    "libefa": "EFA",
-}
-CODES = {
-    -1: "invalid argument", -2: "too many requests", -3: "not registered", -6: "no such device", -7: "overlaps other registered memory",
-    -101: "its name is unknown", -102: "no connection", -103: "not an engine", -104: "refused", -200: "metadata", -202: "no device took it",
-    -302: "memory",
-}  # fmt: skip
+DRIVERS = {"libcuda": "CUDA", "libamdhip": "ROCm", "libhsa": "ROCm", "libascend": "CANN", "libmusa": "MUSA", "libefa": "EFA"}
+CODES = {-1: "invalid argument", -3: "not registered", -7: "overlaps what is registered", -101: "unknown name", -102: "no connection"}
+POOL, QUEUE, LANES = "MC_TCP_ENABLE_CONNECTION_POOL", "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "MC_TCP_LANES_PER_PEER"
+TIMEOUTS = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC")
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
 _starting = threading.Lock()
-_ours: dict[str, str] = {}
-"""Variables that were set here, and not by the process itself."""
+_ours: dict[str, str] = {}  # variables that were set here, and not by the process itself
 
 
 def load() -> tuple[ModuleType, str]:
     """The library's module, and the name and version it was installed as; ``BackendLoadError`` with what to do if it is not usable."""
     found = installed()
-    label = " and ".join(f"{name} {version}" for name, version in found.items()) or "Mooncake of unknown version"
+    label = " and ".join(f"{name} {version}" for name, version in found.items()) or "Mooncake"
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read when the library is loaded
     try:
         library = importlib.import_module("mooncake.engine")
     except ImportError as error:
-        raise BackendLoadError(f"backend 'mooncake' cannot load {label} ({_one_line(error)}); {_remedy(error)}") from error
-    missing = [name for name in CALLS if not hasattr(library.TransferEngine, name)]
-    if missing or any(_numbers(version) < OLDEST for version in found.values()):
-        what = f"{label} lacks {', '.join(missing)}" if missing else f"this is {label}"
-        raise BackendLoadError(f"backend 'mooncake' needs Mooncake {'.'.join(map(str, OLDEST))} or newer, and {what}; upgrade: {INSTALL}")
+        what = " ".join(str(error).split())
+        raise BackendLoadError(f"backend 'mooncake' cannot load {label} ({what}); {_remedy(str(error))}") from error
+    lacks = "".join(f", which lacks {name}" for name in CALLS if not hasattr(library.TransferEngine, name))
+    if lacks or any(tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST for version in found.values()):
+        oldest = ".".join(map(str, OLDEST))
+        raise BackendLoadError(f"backend 'mooncake' needs Mooncake {oldest} or newer, and this is {label}{lacks}; upgrade: {INSTALL}")
     return library, label
 
 
+@functools.cache
 def installed() -> dict[str, str]:
-    """The library's distributions that are installed, and their versions. Two share one package, so that the last one prevails."""
-    found = {}
-    for end in WHEELS:
-        try:
-            found[f"mooncake-transfer-engine{end}"] = importlib.metadata.version(f"mooncake-transfer-engine{end}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    """The distributions that have the library, and their versions. Its wheels share one package, so of several the last one prevails."""
+    found = importlib.metadata.packages_distributions().get("mooncake", [])
+    return {name: importlib.metadata.version(name) for name in sorted(set(found))}
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:3]))
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
-def _remedy(error: ImportError) -> str:
+def _remedy(error: str) -> str:
     """What to do about an import that failed."""
-    library = re.match(r"(lib[^:\s]+): cannot open shared object file", str(error))
+    library = re.match(r"(lib[^:\s]+): cannot open shared object file", error)
     if library is None:
-        other = "uninstall what else is called mooncake, and " if error.name == "mooncake.engine" else ""
-        return f"{other}install one: {INSTALL}"
+        return f"install one of its wheels: {INSTALL}"
     for start, package in DEBIAN.items():
         if library[1].startswith(start):
             return f"{library[1]} is in Debian's package {package}: apt install {package}"
-    for start, driver in DRIVERS.items():
-        if library[1].startswith(start):
-            return f"{library[1]} is of {driver}: install {driver} in the version this wheel is made for, or another wheel: {INSTALL}"
-    return f"install what has {library[1]}, or another wheel: {INSTALL}"
+    driver = next((driver for start, driver in DRIVERS.items() if library[1].startswith(start)), "another driver")
+    return f"{library[1]} is of {driver}: install that in the version this wheel is made for, or another wheel: {INSTALL}"
 
 
 def memory_kinds(library: ModuleType) -> set[str]:
@@ -104,47 +75,41 @@ def memory_kinds(library: ModuleType) -> set[str]:
     return {"cpu"}.union(*(kinds for flag, kinds in flags.items() if getattr(library, flag, False)))
 
 
-def rdma_devices() -> list[str]:
-    """RDMA devices of this host."""
-    return sorted(entry.name for entry in RDMA_DEVICES.iterdir()) if RDMA_DEVICES.is_dir() else []
+def rdma_devices() -> str:
+    """RDMA devices of this host, "" for none."""
+    return ", ".join(sorted(entry.name for entry in RDMA_DEVICES.iterdir())) if RDMA_DEVICES.is_dir() else ""
 
 
-def start(library: ModuleType, options: MooncakeOptions, context: OpenContext) -> tuple[Any, str]:
-    """An engine and the name that peers open it under. ``ConfigError`` if the process's environment forbids what the options ask for,
-    ``BackendLoadError`` naming code and options if the engine refuses them."""
-    address = Address(context.host, 1)
-    host = f"[{address.host}]" if address.ipv6 else address.host
+def start(options: MooncakeOptions, context: OpenContext) -> tuple[ModuleType, Any, str]:
+    """The library, an engine, and the name that peers open it under. ``BackendLoadError`` if there is no library, or the engine refuses
+    the options; ``ConfigError`` if the process's environment does not allow them."""
+    host, alone = str(Address(context.host, 1)).removesuffix(":1"), options.metadata_server == P2P
     with _starting:
-        _prepare_environment(_wanted(options, address), context.logger)
-        _check_environment(options)
+        _prepare_environment(_wanted(options, context.host), context.logger)
+        _check_environment(options.protocol)
+        library, version = load()
         engine = library.TransferEngine()
-        name = host if options.metadata_server == P2P else context.instance
+        name = host if alone else context.instance
         code = engine.initialize(name, options.metadata_server, options.protocol, ",".join(options.devices))
     if code:
-        found = ", ".join(rdma_devices()) or "none"
         raise BackendLoadError(
-            f"backend 'mooncake': the engine did not start with protocol {options.protocol!r}, metadata server {options.metadata_server!r} "
-            f"and devices {list(options.devices)} ({meaning(code)}; RDMA devices here: {found}); correct these options, and see its own log"
+            f"backend 'mooncake': no engine starts with protocol {options.protocol!r}, metadata server {options.metadata_server!r} and "
+            f"devices {list(options.devices)} ({meaning(code)}; this host has {rdma_devices() or 'no RDMA device'}); correct these options"
         )
-    return engine, f"{host}:{engine.get_rpc_port()}" if options.metadata_server == P2P else name
+    session = f"{host}:{engine.get_rpc_port()}" if alone else name
+    context.logger.info("%s with protocol %s as %s", version, options.protocol, session)
+    return library, engine, session
 
 
-def _wanted(options: MooncakeOptions, address: Address) -> dict[str, str]:
+def _wanted(options: MooncakeOptions, host: str) -> dict[str, str]:
     """Variables that this backend needs, under those that the options name."""
-    wanted = {"MC_LOG_LEVEL": "ERROR"} | ({"MC_USE_IPV6": "1"} if address.ipv6 else {})
+    wanted = {"MC_USE_IPV6": "1"} if ":" in host else {}
     if options.metadata_server != P2P:
-        wanted["MC_TCP_BIND_ADDRESS"] = address.host
-    if options.protocol == "tcp":
-        wanted |= {
-            "MC_FORCE_TCP": "1",  # where there is an RDMA device, the engine would take that instead
-            "MC_TCP_ENABLE_CONNECTION_POOL": "1",  # else each descriptor is a connection, and a thousand of them take seconds
-            "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
-            "MC_TCP_LANES_PER_PEER": "4",
-            "MC_TCP_PROGRESS_TIMEOUT_SEC": str(options.timeout_s),
-            "MC_TCP_STATUS_TIMEOUT_SEC": str(options.timeout_s),
-        }
-    if options.protocol == "rdma":
-        wanted["MC_FORCE_HCA"] = "1"  # without a device the engine would take TCP instead
+        wanted["MC_TCP_BIND_ADDRESS"] = host
+    if options.protocol == "tcp":  # without the first, an RDMA device would be taken where there is one
+        wanted |= {"MC_FORCE_TCP": "1", POOL: "1", QUEUE: "65535", LANES: "4"} | dict.fromkeys(TIMEOUTS, str(options.timeout_s))
+    if options.protocol == "rdma":  # without it, TCP would be taken where there is no device
+        wanted["MC_FORCE_HCA"] = "1"
     return wanted | options.environment
 
 
@@ -161,10 +126,12 @@ def _prepare_environment(wanted: Mapping[str, str], log: logging.Logger) -> None
             log.info("%s=%s of the process wins over %s", name, present, value)
 
 
-def _check_environment(options: MooncakeOptions) -> None:
+def _check_environment(protocol: str) -> None:
     if os.environ.get("MC_TCP_PROTO") == "1":
         raise ConfigError("MC_TCP_PROTO=1 has the engine report writes as done before their bytes are in place; unset it")
-    if options.protocol == "rdma" and "MC_FORCE_TCP" in os.environ:
+    if protocol == "tcp" and os.environ[POOL] != "1":
+        raise ConfigError(f"{POOL}={os.environ[POOL]} makes a connection of each descriptor, and a thousand of them take seconds; unset it")
+    if protocol == "rdma" and "MC_FORCE_TCP" in os.environ:
         raise ConfigError("MC_FORCE_TCP is set and protocol is 'rdma'; unset it, or choose protocol 'tcp'")
 
 
@@ -174,29 +141,21 @@ def number(variable: str, default: int, most: int) -> int:
     return int(text) if text.isdecimal() and 1 <= int(text) <= most else default
 
 
-def lanes() -> int:
-    """Connections that the engine keeps to a peer over TCP."""
-    pooled = os.environ.get("MC_TCP_ENABLE_CONNECTION_POOL", "0").lower() not in ("0", "false", "no")
-    return number("MC_TCP_LANES_PER_PEER", 4, 16) if pooled else 0
-
-
 def meaning(code: int) -> str:
     """A code of the engine with what it says."""
-    return f"code {code}: {CODES[code]}" if code in CODES else f"code {code}"
+    return f"code {code}: {CODES.get(code, 'see its own log')}"
 
 
 def facts() -> list[Fact]:
     """What of the library is installed, whether it can be loaded, and what it can use here. Never raises."""
     names = [f"{name} {version}" for name, version in installed().items()]
-    several = "they share one package: uninstall all, and install one" if len(names) > 1 else ""
-    found = [Fact("engine", ", ".join(names) or "not installed", several or ("" if names else INSTALL))]
+    advice = INSTALL if not names else "they share one package: uninstall all, and install one" if len(names) > 1 else ""
+    found = [Fact("engine", ", ".join(names) or "not installed", advice)]
     try:
-        library, _ = load()
+        kinds = ", ".join(sorted(memory_kinds(load()[0])))
     except BackendLoadError as error:
         return [*found, Fact("library", "cannot be loaded", str(error))]
     devices = rdma_devices()
-    transports = f"tcp, rdma ({', '.join(devices)})" if devices else "tcp"
-    found.append(Fact("transports", transports, "" if devices else f"rdma needs a device in {RDMA_DEVICES}"))
-    found.append(Fact("memory", ", ".join(sorted(memory_kinds(library)))))
-    set_here = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("MC_") and name not in _ours]
-    return [*found, Fact("environment", ", ".join(set_here) or "no MC_ variable is set")]
+    rdma = Fact("transports", f"tcp, rdma ({devices})") if devices else Fact("transports", "tcp", f"rdma needs a device in {RDMA_DEVICES}")
+    variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("MC_") and name not in _ours]
+    return [*found, Fact("memory", kinds), rdma, Fact("environment", ", ".join(variables) or "no MC_ variable is set")]
