@@ -27,6 +27,8 @@ log = logging.getLogger("kvcore.rooms")
 MAX_ORPHANS = 65_536
 """Rooms nobody here has opened that are remembered for their joins; further ones are dropped and join again (P5)."""
 FIRST_RESEND_S = 0.25
+SPREAD = 16
+"""Rooms repeat themselves at last every ``orphan_s`` or up to half as long, by their number: thousands opened at once drift apart."""
 HISTORY = 32
 
 State = sender_state.Sender | receiver_state.Receiver
@@ -241,7 +243,7 @@ class RoomTable:
         for send in sends:
             self._outside.send(send)
         if sends:
-            slot.resend_s = min(2 * slot.resend_s, self._last_resend_s)
+            slot.resend_s = min(2 * slot.resend_s, self._last_resend_s * (1 - room.number % SPREAD / (2 * SPREAD)))
             self._timers.arm((side, room, None), slot.resend_s, now)
 
     # --- questions

@@ -17,7 +17,8 @@ import numpy.typing as npt
 import kvcore
 from kvcore import Config, Handle, KVManager, Limits, Pool, Receiver, Sender, hookimpl
 from kvcore.faults import FaultPlan
-from kvcore.hookspecs import Event, Ticket, Transfer
+from kvcore.hookspecs import Capabilities, Event, Ticket, Transfer
+from kvcore.registry import load_backend, plugin_manager
 from kvcore.states import RoomKey
 
 BACKENDS = os.environ.get("KVCORE_TEST_BACKENDS", "local").split(",")
@@ -47,6 +48,18 @@ def limits(**changes: float | None) -> Limits:
         "orphan_s": 1.0, "send_s": 5.0, "drain_s": 0.2,
     }  # fmt: skip
     return Limits(**short | changes)
+
+
+def able(backend: str) -> Capabilities:
+    """What a backend says that its engine can do."""
+    return plugin_manager(load_backend(backend))[2].capabilities
+
+
+def fences(backend: str, gone: bool = False) -> bool:
+    """Whether pages that a lost prefill instance could write come free by evidence (R4), which its death (``gone``) may be; else they
+    wait for ``quarantine_s``."""
+    can = able(backend)
+    return can.fences_on_disconnect or (gone and can.needs_process_to_write)
 
 
 def wait_until(reached: Callable[[], object], timeout_s: float = SOON_S, what: str = "") -> None:
@@ -115,6 +128,7 @@ class Duo:
     target: list[Array]
     plan: FaultPlan = field(default_factory=FaultPlan)
     """Faults of the prefill side's backend."""
+    backend: str = "local"
 
     def open(self, room: int | None = None, attempt: int = 0) -> tuple[Sender, Receiver]:
         """Both handles of a room."""
@@ -208,7 +222,7 @@ def duo(
     ):
         prefill.add_observer(plan)
         try:
-            yield Duo(prefill, decode, source, target, plan)
+            yield Duo(prefill, decode, source, target, plan, backend)
         finally:
             plan.heal()
 

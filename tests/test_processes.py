@@ -1,4 +1,4 @@
-"""Rooms between real processes over the ``local`` backend: abort, clear, death, stops, restarts, lies, misfits and garbage."""
+"""Rooms between real processes over each backend: abort, clear, death, stops, restarts, lies, misfits and garbage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import BACKENDS
+from tests.helpers import BACKENDS, able, fences
 from tests.processes.driver import LIMITS, SOON_S, Child, ChildError, Crew, Handle, PoolSpec, free_port, until
 from tests.processes.noise import Noise
 
@@ -359,9 +359,15 @@ def lost_by_death(handles: Sequence[Handle], timeout: float) -> None:
         assert "process is gone" in handle.failure.text or "path to it is broken" in handle.failure.text
     assert done.poll() == "SUCCESS"
     for handle in handles:
-        assert handle.safe(timeout)
-        assert not handle.unproven
+        let_go(handle, fences(handle.child.backend, gone=True))
         handle.clear()
+
+
+def let_go(handle: Handle, proved: bool) -> None:
+    """Its pages become safe: by evidence, or by the limit where the backend has none."""
+    proved = proved or "prefill" in handle.child.instance
+    assert handle.safe(SOON_S if proved else LIMITS["quarantine_s"] + SOON_S)
+    assert not (proved and handle.unproven)
 
 
 def bounded(child: Child, **expected: int) -> None:
@@ -410,11 +416,16 @@ def test_p2_a_killed_prefill_process_fails_only_its_rooms(crew: Crew, three: lis
         moved(successor.start("prefill"), decode)
         drained(decode, living, successor)
         bounded(decode, peers=2, links=2, groups=2, directory_groups=2)
-    assert decode.work("stats")["released_unproven"] == 0
+    assert not fences(decode.backend, gone=True) or decode.work("stats")["released_unproven"] == 0
 
 
 BIG = PoolSpec(pages=24, page_bytes=1 << 20, layers=2)
 """More than what the sockets between two processes take up, so that a transfer to a stopped process stays in flight."""
+
+
+def written_all_the_same(sender: Handle) -> bool:
+    """Whether a write to a stopped process has ended: over shared memory nobody is needed at the other end."""
+    return sender.until("SUCCESS", timeout=0.5) == "SUCCESS"
 
 
 @pytest.mark.parametrize("aborted", [False, True])
@@ -425,6 +436,8 @@ def test_r4_a_write_in_flight_to_a_killed_process_is_proved_to_be_over(two: list
     assert sender.until("WAITING_FOR_INPUT") == "WAITING_FOR_INPUT"
     doomed.freeze()
     sender.send(range(24), last=True)
+    if written_all_the_same(sender):
+        return
     until(lambda: prefill.work("held").get("ledger_tickets") == 1, "a ticket is in flight")
     if aborted:
         sender.abort("prefill gave up")
@@ -449,12 +462,19 @@ def test_p2_a_stop_within_the_limit_costs_nothing_and_a_write_aborted_in_it_is_c
     assert sender.until("WAITING_FOR_INPUT") == "WAITING_FOR_INPUT"
     decode.freeze()
     sender.send(range(2, 24), last=True)
-    until(lambda: prefill.work("held").get("ledger_tickets") == 2, "a ticket is in flight")
-    sender.abort("prefill gave up")
-    assert not sender.safe(0.3)
-    decode.thaw()
-    ended_by_abort(sender, receiver, "prefill")
-    assert decode.digest(range(2, 24)) != prefill.digest(range(2, 24))  # it was cut short
+    if written_all_the_same(sender):
+        decode.thaw()
+        assert receiver.wait() == "SUCCESS"
+        sender.clear()
+        receiver.clear()
+    else:
+        until(lambda: prefill.work("held").get("ledger_tickets") == 2, "a ticket is in flight")
+        sender.abort("prefill gave up")
+        assert not sender.safe(0.3)
+        decode.thaw()
+        ended_by_abort(sender, receiver, "prefill")
+        cut_short = decode.digest(range(2, 24)) != prefill.digest(range(2, 24))
+        assert cut_short or not able(prefill.backend).cancel
     prefill.open_gate("mine")
     assert (kept.wait(), patient.wait()) == ("SUCCESS", "SUCCESS")
     assert decode.digest([0, 1]) == prefill.digest([0, 1])
@@ -485,18 +505,20 @@ def test_p2_a_frozen_decode_process_blocks_nothing_and_is_lost_in_time(two: list
     senders[0].abort("enough")
     times.append(prefill.took_s)
     assert sorted(times)[-2] < 0.05, "no call waits for a peer"  # one may meet a busy machine
-    for handle in (*senders[1:], flying):
+    written = written_all_the_same(flying)
+    for handle in senders[1:] if written else [*senders[1:], flying]:
         assert handle.wait(BRIEF["liveness_s"] + SOON_S) == "FAILED"
         assert handle.failure.code == "peer_lost"
     assert all(handle.safe_now() for handle in senders)
     decode.thaw()
-    assert target.wait() == "FAILED"
+    assert target.wait() == ("SUCCESS" if written else "FAILED")
     moved(prefill, decode)
     assert target.safe()
-    assert not target.unproven  # decode has cut the connection that was written to
-    assert not flying.safe_now()  # but nothing proves to prefill that decode is gone: it is not
+    assert not target.unproven  # decode has cut the connection that was written to, or prefill's write has ended now
+    cut = able(prefill.backend).cancel and not written
+    assert not (cut and flying.safe_now())  # nothing proves to prefill that decode is gone: it is not
     assert flying.safe(BRIEF["quarantine_s"] + SOON_S)
-    assert (flying.unproven, prefill.work("stats")["released_unproven"]) == (True, 24)
+    assert (flying.unproven, prefill.work("stats")["released_unproven"]) == (cut, 24 * cut)
     for sender in (*senders, flying):
         assert sender.safe_now()
         sender.clear()
@@ -517,8 +539,7 @@ def test_p2_a_frozen_prefill_process_blocks_nothing_and_is_lost_in_time(two: lis
     for receiver in receivers:
         assert receiver.wait(BRIEF["liveness_s"] + SOON_S) == "FAILED"
         assert receiver.failure.code == "peer_lost"
-        assert receiver.safe()
-        assert not receiver.unproven
+        let_go(receiver, fences(decode.backend))
         receiver.clear()
     prefill.thaw()
     moved(prefill, decode)
@@ -653,9 +674,11 @@ def test_p4_an_address_that_is_no_prefill_groups_is_said_so(two: list[Child]) ->
 
 
 def test_p5_garbage_on_every_port_disturbs_no_room(two: list[Child]) -> None:
-    control, data, bootstrap = [free_port(), free_port()], [free_port(), free_port()], free_port()
-    prefill = two[0].start("prefill", port=control[0], bootstrap_port=bootstrap, backend_options={"port": data[0]}, admin="127.0.0.1:0")
-    decode = two[1].start("decode", port=control[1], backend_options={"port": data[1]}, admin="127.0.0.1:0")
+    control, bootstrap = [free_port(), free_port()], free_port()
+    data = [free_port(), free_port()] if two[0].backend == "local" else []  # the ports of other engines are theirs to guard
+    options = [{"port": port} for port in data] or [{}, {}]
+    prefill = two[0].start("prefill", port=control[0], bootstrap_port=bootstrap, backend_options=options[0], admin="127.0.0.1:0")
+    decode = two[1].start("decode", port=control[1], backend_options=options[1], admin="127.0.0.1:0")
     sender, receiver = in_state("transferring", prefill, decode, gate="mine")
     others = [f"127.0.0.1:{port}" for port in (bootstrap, *data)] + [prefill.admin, decode.admin]
     with Noise([f"127.0.0.1:{port}" for port in control], others) as noise:

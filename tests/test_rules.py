@@ -282,7 +282,7 @@ def test_r7_after_a_stall_of_its_own_a_sender_hears_of_its_peers_before_it_start
 
 def test_c7_when_all_is_cleared_every_store_is_empty_and_those_of_peers_end_with_the_peers(pair: Duo) -> None:
     with ExitStack() as stack:
-        others = [stack.enter_context(manager("decode", memory(32))) for _ in range(3)]
+        others = [stack.enter_context(manager("decode", memory(32), backend=pair.backend)) for _ in range(3)]
         rooms = []
         for turn, decode in enumerate([pair.decode, *others]):
             sender = pair.prefill.sender(number())

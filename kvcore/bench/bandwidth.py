@@ -1,4 +1,5 @@
-"""``bench bandwidth``: bytes a second, and what they cost, by the size of a page, beside the engine alone. A room at a time, of many pages."""
+"""``bench bandwidth``: bytes a second, and what they cost, by the size of a page. A room at a time, of many pages;
+beside it, the same by the engine alone."""
 
 from __future__ import annotations
 
@@ -34,14 +35,15 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """The engine alone: its fastest way, the best rate of each way when it was tried, CPU time of both sides, and what part of its rate
-    kvcore has, which is the median over turns that followed each other."""
+    """The engine alone: its fastest way, the best rate of each way when it was tried, and what part of its rate kvcore has, which is the
+    median over turns that followed each other."""
 
     way: str
     tried_gb_per_s: dict[str, float]
     gb_per_s: float
     gb_per_s_each: tuple[float, ...]
-    cpu_s_per_gib: float
+    prefill_cpu_s_per_gib: float
+    decode_cpu_s_per_gib: float
     kvcore_share: float
 
 
@@ -114,24 +116,25 @@ def result(page_bytes: int, parameters: Parameters, repeats: Sequence[dict[Side,
 
 
 def _raw(floor: Figures, rates: Sequence[float], nbytes: int) -> Raw:
-    cpu = statistics.median(floor.cpu_s) / nbytes * GIB
-    return Raw(floor.way, floor.tried, statistics.median(floor.rates), floor.rates, cpu, floor.share(rates))
+    cpu = {side: statistics.median(each) / nbytes * GIB for side, each in floor.cpu_s.items()}
+    rate = statistics.median(floor.rates)
+    return Raw(floor.way, floor.tried, rate, floor.rates, cpu["prefill"], cpu["decode"], floor.share(rates))
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
     """The results for people."""
     yield "page bytes  order         pages   room MiB     GB/s      min      max   CPU s/GiB: prefill  decode"
     for one in results:
-        cpu = f"{one.prefill_cpu_s_per_gib:>18.2f} {one.decode_cpu_s_per_gib:>7.2f}"
-        yield f"{one.page_bytes:>10}  {one.order:<10} {one.pages:>8} {one.room_bytes / MIB:>10.4g} {_rates(one.gb_per_s_each)}   {cpu}"
+        room = f"{one.page_bytes:>10}  {one.order:<10} {one.pages:>8} {one.room_bytes / MIB:>10.4g}"
+        yield f"{room} {_rates(one)}"
         if one.raw is not None:
-            cpu = f"{one.raw.cpu_s_per_gib:>18.2f} in both; kvcore has {one.raw.kvcore_share:.0%} of it"
-            yield f"{'  engine alone: ' + one.raw.way:<42} {_rates(one.raw.gb_per_s_each)}   {cpu}"
+            yield f"{'  engine alone: ' + one.raw.way:<{len(room)}} {_rates(one.raw)}   kvcore: {one.raw.kvcore_share:.0%} of it"
     yield f"all of {sum(one.bytes_verified for one in results) / MIB:.4g} MiB verified"
 
 
-def _rates(each: Sequence[float]) -> str:
-    return f"{statistics.median(each):>8.2f} {min(each):>8.2f} {max(each):>8.2f}"
+def _rates(one: Result | Raw) -> str:
+    cpu = f"{one.prefill_cpu_s_per_gib:>18.2f} {one.decode_cpu_s_per_gib:>7.2f}"
+    return f"{one.gb_per_s:>8.2f} {min(one.gb_per_s_each):>8.2f} {max(one.gb_per_s_each):>8.2f}   {cpu}"
 
 
 def work(side: Side, settings: tuple[Setup, Parameters], link: Link) -> None:
@@ -149,7 +152,7 @@ def _prefill(setup: Setup, order: Order, buffer: Buffer, link: Link) -> None:
         link.tell(Address(prefill.address))
         with raw("prefill", setup, buffer, link) as floor:
             for room, go in enumerate(orders(link)):
-                if floor is not None and go.way:
+                if go.way and floor:
                     link.tell(floor.write(go.way, [floor.transfer(pages, listed(order, "decode", len(pages)))]))
                 else:
                     link.tell(_send(prefill, room, pages, setup, link))
@@ -172,7 +175,7 @@ def _decode(setup: Setup, order: Order, buffer: Buffer, link: Link) -> None:
         with raw("decode", setup, buffer, link) as floor:
             for room, go in enumerate(orders(link)):
                 buffer.clear()
-                measured = floor.serve() if floor is not None and go.way else _receive(decode, room, pages, setup, address)
+                measured = floor.serve() if go.way and floor else _receive(decode, room, pages, setup, address)
                 verify(buffer.read()[pages], sent, setup)
                 link.tell(measured)
 

@@ -1,8 +1,8 @@
 """The floor under a measurement: the same bytes by the same descriptors, moved by the engine itself with nothing of kvcore between.
 
-A distribution may offer one for its backend, under the backend's name in the entry-point group ``kvcore.bench``: a class with the methods
-of ``Floor``. Nothing but a measurement imports it. It runs in the measurement's two processes, beside the managers, which have nothing to do
-meanwhile; turns of both alternate, so that what else the machine does hits both alike.
+A distribution may offer one for its backend, under the backend's name in the entry-point group ``kvcore.bench``: a class with ``Floor``'s
+methods. Only a measurement imports it. It runs in the measurement's two processes, beside managers that have nothing to do meanwhile; its
+turns and kvcore's alternate, so that whatever else the machine does hits both alike.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvcore.hookspecs import Endpoint, OpenContext, Peer, Transfer
 from kvcore.installed import find_backend
 from kvcore.memory import Indices, Region
 from kvcore.planner import Layout, plan
-from kvcore.sides import Link, Sides
+from kvcore.sides import SIDES, Link, Sides
 from kvcore.states import RoomKey, Side
 
 GROUP = "kvcore.bench"
@@ -65,13 +65,13 @@ class Ways:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a floor came to. ``tried``: the best rate of each way; the rest is of the fastest: of each turn its rate, in the unit that the
-    measurement counts in, and CPU seconds of both processes."""
+    """What a floor came to. ``tried``: the best rate of each way, in the measurement's unit. The rest is of the fastest way: of each turn its
+    rate, and CPU seconds by side."""
 
     way: str
-    rates: tuple[float, ...]
-    cpu_s: tuple[float, ...]
     tried: dict[str, float]
+    rates: tuple[float, ...]
+    cpu_s: dict[Side, tuple[float, ...]]
 
     def share(self, rates: Sequence[float]) -> float:
         """How rates of kvcore's compare: the median of each one's part of the turn that came after it."""
@@ -102,12 +102,12 @@ class Turns:
     def __init__(self, sides: Sides[Any], ways: Sequence[str], amount: float) -> None:
         self._sides, self._amount = sides, amount
         self._ways, self._tried = ways, dict.fromkeys(ways, 0.0)
-        self._taken: list[tuple[float, float]] = []
+        self._taken: list[dict[Side, Measured]] = []
 
     def warm_up(self) -> None:
         """Try every way."""
         for way in [*self._ways] * TRIES:
-            self._tried[way] = max(self._tried[way], self._turn(way)[0])
+            self._tried[way] = max(self._tried[way], self._rate(self._turn(way)))
 
     def take(self) -> None:
         """Measure once."""
@@ -119,21 +119,25 @@ class Turns:
         """Of what was measured; None without a floor."""
         if not self._taken:
             return None
-        rates, cpu_s = zip(*self._taken, strict=True)
-        return Figures(self._fastest, rates, cpu_s, dict(self._tried))
+        rates = tuple(self._rate(turn) for turn in self._taken)
+        cpu_s = {side: tuple(turn[side].cpu_s for turn in self._taken) for side in SIDES}
+        return Figures(self._fastest, dict(self._tried), rates, cpu_s)
 
     @property
     def _fastest(self) -> str:
         return max(self._tried, key=self._tried.__getitem__)
 
-    def _turn(self, way: str) -> tuple[float, float]:
-        for side in ("prefill", "decode"):
+    def _rate(self, turn: dict[Side, Measured]) -> float:
+        return self._amount / turn["prefill"].seconds
+
+    def _turn(self, way: str) -> dict[Side, Measured]:
+        for side in SIDES:
             self._sides.tell(side, Go(way))
             self._sides.hear(side, Ready)
         self._sides.tell("prefill", Go())
         prefill = self._sides.hear("prefill", Measured)
         self._sides.tell("decode", Go())
-        return self._amount / prefill.seconds, prefill.cpu_s + self._sides.hear("decode", Measured).cpu_s
+        return {"prefill": prefill, "decode": self._sides.hear("decode", Measured)}
 
 
 # --- in the two processes

@@ -1,5 +1,5 @@
-"""``bench rooms``: how many rooms a second, how long one takes, and what it costs. One page a room, so it is the core that is measured, beside
-as many transfers of one page of the engine alone."""
+"""``bench rooms``: how many rooms a second, how long one takes, and what it costs. One page a room, so it is the core that is measured.
+Beside it, as many transfers of a page by the engine alone."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """The engine alone, with as many transfers in flight: its fastest way, the best rate of each way when it was tried, CPU time of both
-    sides, and what part of its rate kvcore has, which is the median over turns that followed each other."""
+    """The engine alone, with as many transfers in flight: its fastest way, the best rate of each way when it was tried, and what part of its
+    rate kvcore has, which is the median over turns that followed each other."""
 
     way: str
     tried_per_s: dict[str, float]
     transfers_per_s: float
     transfers_per_s_each: tuple[float, ...]
-    cpu_us_per_transfer: float
+    prefill_cpu_us_per_transfer: float
+    decode_cpu_us_per_transfer: float
     kvcore_share: float
 
 
@@ -127,8 +128,9 @@ def result(in_flight: int, parameters: Parameters, repeats: Sequence[dict[Side, 
 
 
 def _raw(floor: Figures, rates: Sequence[float], rooms: int) -> Raw:
-    cpu = statistics.median(floor.cpu_s) / rooms * 1e6
-    return Raw(floor.way, floor.tried, statistics.median(floor.rates), floor.rates, cpu, floor.share(rates))
+    cpu = {side: statistics.median(each) / rooms * 1e6 for side, each in floor.cpu_s.items()}
+    rate = statistics.median(floor.rates)
+    return Raw(floor.way, floor.tried, rate, floor.rates, cpu["prefill"], cpu["decode"], floor.share(rates))
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
@@ -139,11 +141,9 @@ def table(results: Sequence[Result]) -> Iterator[str]:
         cpu = f"{one.prefill_cpu_us_per_room:>21.0f} {one.decode_cpu_us_per_room:>7.0f}"
         yield f"{one.in_flight:>9} {one.rooms_per_s:>9.0f}   {latency} {cpu}"
         if one.raw is not None:
-            yield (
-                f"  engine alone: {one.raw.transfers_per_s:.0f} transfers/s ({min(one.raw.transfers_per_s_each):.0f} to "
-                f"{max(one.raw.transfers_per_s_each):.0f}, {one.raw.way}), {one.raw.cpu_us_per_transfer:.0f} us of CPU in both; "
-                f"kvcore has {one.raw.kvcore_share:.0%} of it"
-            )
+            alone = f"  engine alone: {one.raw.way}, kvcore has {one.raw.kvcore_share:.1%} of it"
+            cpu = f"{one.raw.prefill_cpu_us_per_transfer:>21.0f} {one.raw.decode_cpu_us_per_transfer:>7.0f}"
+            yield f"{'':>9} {one.raw.transfers_per_s:>9.0f}   {alone:<50} {cpu}"
     yield f"every byte of {sum(one.rooms_verified for one in results)} rooms verified"
 
 
@@ -166,12 +166,11 @@ def _prefill(setup: Setup, parameters: Parameters, link: Link) -> None:
                 sender.raise_for_failure()
 
         with raw("prefill", setup, buffer, link) as floor:
-            coming = batches(parameters)
-            for go in orders(link):
-                if floor is not None and go.way:
+            for batch, go in _turns(parameters, link):
+                if go.way and floor:
                     link.tell(floor.write(go.way, [floor.transfer(*pages) for pages in _pages(batch)], batch.in_flight))
                     continue
-                batch, clock = next(coming), Clock()
+                clock = Clock()
                 asyncio.run(_lanes(2 * batch.in_flight + AHEAD, send, batch))
                 link.tell(clock.read())
 
@@ -192,19 +191,26 @@ def _decode(setup: Setup, parameters: Parameters, link: Link) -> None:
                 receiver.raise_for_failure()
 
         with raw("decode", setup, buffer, link) as floor:
-            coming = batches(parameters)
-            for go in orders(link):
-                if floor is not None and go.way:
+            for batch, go in _turns(parameters, link):
+                if go.way and floor:
                     measured = floor.serve()
                 else:
                     latencies.clear()
-                    batch, clock = next(coming), Clock()
+                    clock = Clock()
                     asyncio.run(_lanes(batch.in_flight, receive, batch))
                     measured = clock.read(tuple(latencies))
                 sources, places = np.concatenate(list(_pages(batch)), axis=1)
                 verify(buffer.read()[places], expected[sources], setup)
                 buffer.clear()
                 link.tell(measured)
+
+
+def _turns(parameters: Parameters, link: Link) -> Iterator[tuple[Batch, Go]]:
+    """The driver's orders, each with its batch: a floor's turns are of the batch before."""
+    planned, begun = list(batches(parameters)), 0
+    for go in orders(link):
+        begun += not go.way
+        yield planned[begun - 1], go
 
 
 def _pages(batch: Batch) -> Iterator[tuple[Indices, Indices]]:

@@ -47,9 +47,7 @@ class SocketFloor:
             if outstanding == at_once:
                 outstanding -= len(self._sock.recv(at_once))
             rows = np.stack((transfer.remote_offset, transfer.length), axis=1)
-            _carry(
-                self._sock.sendmsg, [_number(len(rows)), memoryview(rows).cast("B"), *self._views(transfer.local_offset, transfer.length)]
-            )
+            _carry(self._sock.sendmsg, [_number(len(rows)), rows.data.cast("B"), *self._views(transfer.local_offset, transfer.length)])
             outstanding += 1
         _carry(self._sock.sendmsg, [_number(0)])
         while outstanding:
@@ -67,11 +65,11 @@ class SocketFloor:
             return sock.recvmsg_into(views)[0]
 
         while True:
-            _carry(receive, [memoryview(number).cast("B")])
+            _carry(receive, [number.data.cast("B")])
             if not number[0]:
                 return
             rows = np.empty((int(number[0]), 2), np.uint64)
-            _carry(receive, [memoryview(rows).cast("B")])
+            _carry(receive, [rows.data.cast("B")])
             _carry(receive, self._views(rows[:, 0], rows[:, 1]))
             sock.sendall(ANSWER)
 
@@ -86,7 +84,7 @@ class SocketFloor:
 
 
 def _number(value: int) -> memoryview:
-    return memoryview(np.array([value], np.uint64)).cast("B")
+    return np.array([value], np.uint64).data.cast("B")
 
 
 def _carry(call: Callable[[Sequence[memoryview]], int], views: list[memoryview]) -> None:

@@ -27,6 +27,7 @@ from tests.helpers import (
     at,
     duo,
     ended,
+    fences,
     full_stores,
     number,
     stays,
@@ -103,6 +104,9 @@ def test_c01_the_side_that_waits_hears_long_before_its_limit(backend: str, side:
         end(way, handles, which, mine)
         told(there, *WAYS[way], side)
         assert time.monotonic() - begun < LONG_BEFORE_S and theirs.status(there.room) is KVPoll.FAILED
+        if (side, moment, way) == ("prefill", "in flight", "close") and not fences(backend):
+            assert not there.is_release_safe()  # until quarantine_s: whoever could say that the write is over, is gone
+            return
         pair.plan.heal()
         assert there.wait_release_safe(SOON_S) and not there.release_unproven
         there.clear()

@@ -27,6 +27,7 @@ from tests.helpers import (
     at,
     duo,
     ended,
+    fences,
     full_stores,
     manager,
     memory,
@@ -487,7 +488,7 @@ def test_c18_cancels_towards_a_stopped_process_end(crew: Crew, quiet: str) -> No
         works(*((here, other) if role == "prefill" else (other, here)), 202)
         assert all(handle.safe_now() for handle in mine) and here.call("manager", "healthy")
         if role == "decode":
-            assert not any(handle.unproven for handle in mine), "nothing that was stopped can write here any more"
+            assert not (fences(here.backend) and any(handle.unproven for handle in mine)), "nothing stopped can write here any more"
 
 
 def works(prefill: Child, decode: Child, room: int) -> None:
@@ -649,14 +650,15 @@ def test_c20_parts_started_before_the_one_that_fails_are_undone(monkeypatch: pyt
 # --- C21: a room cancelled before anything moved, and the notice fails
 
 
-def no_result(decode: KVManager, kept: Handle, cleared: Handle, events: Events) -> None:
-    """Their cancels are all that is ever reported of two rooms, one of them cleared already; in the end nothing of them is left."""
+def no_result(decode: KVManager, kept: Handle, cleared: Handle, events: Events, proved: bool = True) -> None:
+    """Their cancels are all that is ever reported of two rooms, one of them cleared already; in the end nothing of them is left.
+    ``proved``: their pages are safe by evidence."""
     assert (decode.status(kept.room), decode.status(cleared.room)) == (KVPoll.FAILED, None)
     for handle in (kept, cleared):
         assert handle.poll() is KVPoll.FAILED
         failure = handle.failure
         assert failure is not None and (failure.reason, failure.code, failure.side) == ("not wanted", FailureCode.ABORTED, "decode")
-        assert handle.wait_release_safe(SOON_S) and not handle.release_unproven and handle.metrics.bytes == 0
+        assert handle.wait_release_safe(SOON_S) and not (proved and handle.release_unproven) and handle.metrics.bytes == 0
         handle.clear()
     stores_empty(decode)
     for handle in (kept, cleared):
@@ -664,6 +666,11 @@ def no_result(decode: KVManager, kept: Handle, cleared: Handle, events: Events) 
         assert events.states(handle).count("FAILED") == 1 and not {"TRANSFERRING", "SUCCESS"} & set(events.states(handle))
     codes = [line for line in decode.metrics_text().splitlines() if line.startswith("kvcore_failures_total{")]
     assert codes == ['kvcore_failures_total{code="aborted"} 2'] and decode.healthy and decode.rooms() == {}
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What kvcore logged as errors; an engine has a log of its own."""
+    return [one.getMessage() for one in caplog.records if one.name.startswith("kvcore") and one.levelno >= logging.ERROR]
 
 
 def cancel(kept: Handle, cleared: Handle) -> None:
@@ -683,10 +690,11 @@ def test_c21_a_cancel_that_cannot_be_told_is_no_result(backend: str, moment: str
             tap.drop()
             cancel(rooms[0][1], rooms[1][1])
             wait_until(lambda: pair.decode.stats().peers == 0, what="the peer is lost")
-            no_result(pair.decode, rooms[0][1], rooms[1][1], events)
+            proved = moment != "published" or fences(backend)
+            no_result(pair.decode, rooms[0][1], rooms[1][1], events, proved)
         for sender, _ in rooms if moment != "opened" else ():  # which may not have met it
             ended(sender, KVPoll.FAILED)
-        assert caplog.text == ""
+        assert [error for error in errors(caplog) if proved or "without proof" not in error] == []
 
 
 class NoRoute:
@@ -715,7 +723,7 @@ def test_c21_a_handshake_that_fails_after_a_cancel_is_no_result(backend: str, wh
         cancel(*rooms)
         no_route.go_on.set()
         no_result(pair.decode, *rooms, events)
-        assert caplog.text == ""
+        assert errors(caplog) == []
 
 
 def test_c21_a_cancel_towards_nobody_is_no_result(caplog: pytest.LogCaptureFixture) -> None:
@@ -754,12 +762,13 @@ def test_c21_a_cancel_towards_a_process_that_dies_is_no_result(crew: Crew) -> No
                 receiver.clear()
         doomed.kill()
         until(lambda: not decode.work("stats")["peers"], "the peer is lost", QUIET["liveness_s"] + 4)
+        proved = fences(decode.backend, gone=True)
         for receiver in receivers:
             assert (receiver.poll(), receiver.failure.text, receiver.failure.code) == ("FAILED", "not wanted", "aborted")
             assert decode.status(receiver.room) == (None if receiver.room > 3 else "FAILED")
             assert receiver.safe()
-            assert not receiver.unproven
+            assert not (proved and receiver.unproven)
             receiver.clear()
         until(lambda: idle(decode), f"nothing is left: {decode.work('held')}")
         works(other, decode, 7)
-        assert not decode.logged("ERROR") and not decode.logged("Traceback")
+        assert not (proved and decode.logged("ERROR")) and not decode.logged("Traceback")

@@ -616,7 +616,7 @@ def test_c31_a_room_in_a_used_slot_waits_for_its_own_record(slots: Slots, use: s
     under_way = polled in ("before its bytes", "before their news")
     if sender is not None and under_way:
         slots.send(sender, 10)
-        wait_until(lambda: hold.held == 1)
+        wait_until(lambda: hold.held)
     stays(lambda: not receiver.poll().terminal and receiver.record is None, A_MOMENT_S)
     assert polled == "before their news" or slots.holds(4, 9)
     hold.release()

@@ -161,7 +161,7 @@ class Child:
     def pretend(self, wire_version: str = "", major: int = 0) -> None:
         """Have this process speak another version of the backend's wire format, or of the control protocol."""
         self._spoilt = True
-        self.work("pretend", wire_version, major)
+        self.work("pretend", self.backend, wire_version, major)
 
     def start(self, role: str, pools: Sequence[PoolSpec] = (PoolSpec(),), **config: Any) -> Child:
         """Make the manager: random memory on prefill, zeroed memory on decode. ``limits`` are put over ``LIMITS``."""

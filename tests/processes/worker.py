@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -21,7 +22,6 @@ import numpy as np
 
 import kvcore
 from kvcore import core, wire
-from kvcore.backends.local import LocalBackend
 from kvcore.faults import FaultPlan
 
 STEP_S = 0.005
@@ -89,10 +89,10 @@ class Worker:
         self._arrays.clear()
         self._log.lines.clear()
 
-    def pretend(self, wire_version: str, major: int) -> None:
+    def pretend(self, backend: str, wire_version: str, major: int) -> None:
         """Speak another version of the backend's wire format, or of the control protocol, from the next ``start`` on."""
         if wire_version:
-            _say_wire_version(wire_version)
+            _say_wire_version(kvcore.load_backend(backend), wire_version)
         if major:
             for module in (wire, core):
                 module.__dict__["VERSION"] = (major, 0)
@@ -181,15 +181,15 @@ class Worker:
         return [line for line in self._log.lines if text in line]
 
 
-def _say_wire_version(version: str) -> None:
-    """Have this process's backend ``local`` call its wire format by another version."""
-    original = LocalBackend.kvcore_backend_info
+def _say_wire_version(backend: Any, version: str) -> None:
+    """Have a backend's class call its wire format by another version, in this process."""
+    original = backend.kvcore_backend_info
 
     @kvcore.hookimpl
-    def kvcore_backend_info(self: LocalBackend) -> kvcore.BackendInfo:
+    def kvcore_backend_info(self: object) -> kvcore.BackendInfo:
         return replace(original(self), wire_version=version)
 
-    LocalBackend.kvcore_backend_info = kvcore_backend_info  # type: ignore[method-assign]
+    backend.kvcore_backend_info = kvcore_backend_info
 
 
 def plain(value: object) -> object:
@@ -221,10 +221,12 @@ def serve(objects: dict[str, Any], command: dict[str, Any]) -> dict[str, object]
 
 
 def main() -> None:
-    """Serve until stdin ends."""
-    worker = Worker()
-    for line in sys.stdin:
-        print(json.dumps(serve(worker.objects, json.loads(line))), flush=True)
+    """Serve until stdin ends. Answers have stdout to themselves: what an engine prints goes to stderr."""
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        worker = Worker()
+        for line in sys.stdin:
+            print(json.dumps(serve(worker.objects, json.loads(line))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

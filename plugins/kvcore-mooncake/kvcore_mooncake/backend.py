@@ -7,11 +7,12 @@ core, give up after a while, and report a failure while the rest of them still r
 from __future__ import annotations
 
 import math
+import os
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,18 +27,16 @@ from kvcore_mooncake import __version__, native
 from kvcore_mooncake.options import P2P, MooncakeOptions
 
 ABLE = Capabilities(
-    memory=frozenset({"cpu", "cuda", "rocm"}),
-    blocking=True,  # a probe of a peer that is stopped waits for a minute
-    parallel=8,
-    needs_process_to_write=False,  # over TCP a dead writer's last bytes may still wait in a socket here
-    max_descriptors=2048,
-    max_bytes=64 << 20,
-)
+    # A probe of a peer that is stopped blocks for a minute; over TCP a dead writer's last bytes may still wait in a socket here.
+    memory=frozenset({"cpu", "cuda", "rocm"}), blocking=True, parallel=8, needs_process_to_write=False,
+    max_descriptors=2048, max_bytes=64 << 20,
+)  # fmt: skip
 FRESH_S = 1.0  # a peer that has taken a transfer within this time is not probed before the next
 CONNECT_S = 5.0  # to see, when a peer is paired, whether its engine's port can be reached
 LEAVE_S = 1.0  # how long kvcore_disconnect waits for what is in flight to a peer
 CLOSE_S = 3.0  # how long kvcore_close waits for calls of the engine that have not returned
-CHECKS = 512  # most writes looked at in one call of kvcore_poll: less than a millisecond
+MOST_LANES, NOWHERE = 16, 0  # connections that an engine may have to a peer; an address that none ever registers
+CHECKS = 256  # most writes of a ticket that are looked at in one call of kvcore_poll
 
 
 @dataclass(slots=True, eq=False)
@@ -61,8 +60,7 @@ class Job:
     running: deque[int] = field(default_factory=deque)
     failed: int = 0
     cancelled: bool = False
-    problem: str = ""  # why not all of it was posted
-    broken: bool = False
+    problem: TicketState | None = None  # why not all of it was posted
     state: TicketState = PENDING
 
 
@@ -71,7 +69,7 @@ class MooncakeBackend:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._returned = threading.Condition(self._lock)  # a call of the engine has
+        self._ended = threading.Condition(self._lock)  # a call of the engine has, or a job
         self._engine: Any = None
         self._remotes: dict[str, Remote] = {}
         self._opened: dict[str, tuple[str, int]] = {}  # by address: who was last there, and how many before
@@ -93,13 +91,12 @@ class MooncakeBackend:
         """Load the library and start an engine; ``BackendLoadError`` with what is missing, ``ConfigError`` for a bad environment."""
         self._options, self._context = options, context
         self._library, self._engine, self._session = native.start(options, context)
-        self._most_queued = native.number(native.QUEUE, 1024, 65535)
+        self._most_queued = int(os.environ.get(native.QUEUE, 65535))
 
     @hookimpl
     def kvcore_register(self, regions: Sequence[Region]) -> None:
         """Register all regions, or none (B3)."""
-        kinds = {one.device.partition(":")[0] for one in regions}
-        if unfit := sorted(kinds - native.memory_kinds(self._library)):
+        if unfit := sorted({one.device.partition(":")[0] for one in regions} - native.memory_kinds(self._library)):
             raise RegistrationError(f"backend 'mooncake': this build does not move {unfit} memory; take another: {native.INSTALL}")
         addresses = [one.ptr for one in regions]
         code = self._engine.batch_register_memory(addresses, [one.nbytes for one in regions])
@@ -144,16 +141,14 @@ class MooncakeBackend:
     @hookimpl
     def kvcore_disconnect(self, peer: str) -> bool:
         """Forget a peer. True if nothing is in flight to it: a prefill side's memory is read by its own writes only (R4)."""
-        deadline = time.monotonic() + LEAVE_S
         with self._lock:
             remote = self._remotes.pop(peer, None)
             for job in self._jobs:
                 job.cancelled |= job.peer == peer
-            while (busy := self._runs(peer)) and time.monotonic() < deadline:
-                self._returned.wait(0.01)  # the engine itself tells nobody
+            idle = self._ended.wait_for(lambda: not self._runs(peer), LEAVE_S)
         if remote is not None and remote.used:
             self._hang_up(remote)
-        return not busy and self._context.side == "prefill"
+        return idle and self._context.side == "prefill"
 
     @hookimpl
     def kvcore_transfer(self, transfer: Transfer) -> Job | TicketState:
@@ -161,7 +156,7 @@ class MooncakeBackend:
         with self._lock:
             remote, size = self._remotes.get(transfer.peer), int(transfer.length.size)
             if remote is None:
-                return _failed(f"peer {transfer.peer} is not connected", quiescent=True, peer_broken=True)
+                return _failed(f"peer {transfer.peer} is not connected", peer_broken=True)
             queued = sum(job.unposted + len(job.running) for job in self._jobs if job.remote is remote)
             if remote.probing or (queued and queued + size > self._most_queued):
                 return RETRY
@@ -170,25 +165,24 @@ class MooncakeBackend:
         try:  # a probe waits up to a minute for a peer that is stopped; nothing is posted then
             code = self._engine.send_probe(remote.name) if probe else 0
             if code:
-                job.problem, job.broken = f"no answer from {job.peer} at {remote.name} ({native.meaning(code)})", True
+                job.problem = _failed(f"no answer from {job.peer} at {remote.name} ({native.meaning(code)})", peer_broken=True)
             else:
                 self._post(job, transfer)
         except Exception as error:
-            job.problem, job.failed = cause(error), job.failed + 1
+            job.problem, job.failed = _failed(cause(error)), job.failed + 1
         with self._lock:
             job.unposted = 0
             remote.probing &= not probe
-            self._returned.notify_all()
+            self._ended.notify_all()
             return job if job.running else self._end(job)
 
     @hookimpl
     def kvcore_poll(self, tickets: Sequence[Job]) -> list[TicketState]:
         """Look at the writes, also at those that nobody asks for any more."""
-        checks = iter(range(CHECKS))
         with self._lock:
-            states = [self._look(job, checks) for job in tickets]
+            states = [self._look(job) for job in tickets]
             for job in [job for job in self._jobs if job.room is None]:
-                self._look(job, checks)
+                self._look(job)
         return states
 
     @hookimpl
@@ -218,10 +212,10 @@ class MooncakeBackend:
             self._remotes.clear()
             for job in self._jobs:
                 job.cancelled = True
-            if not self._returned.wait_for(lambda: not any(job.unposted for job in self._jobs), CLOSE_S):
+            if not self._ended.wait_for(lambda: not any(job.unposted for job in self._jobs), CLOSE_S):
                 raise RuntimeError(f"backend 'mooncake': a call of the engine goes on after {CLOSE_S:g} s; keep its memory")
             while self._jobs:
-                self._jobs.pop().state = _failed("the engine was closed")
+                self._jobs.pop().state = _failed("the engine was closed", quiescent=False)
             self._engine = None  # ends its threads and closes its sockets
 
     def _name(self, session: str, peer: str) -> str:
@@ -241,11 +235,11 @@ class MooncakeBackend:
         addresses = transfer.local_address.tolist(), transfer.remote_address.tolist(), transfer.length.tolist()
         for local, away, size in zip(*addresses, strict=True):
             if job.cancelled:
-                job.problem = "cancelled before all of it was posted"
+                job.problem = _failed("cancelled before all of it was posted")
                 return
             write = self._engine.transfer_submit_write(job.remote.name, local, away, size)
             if not write:
-                job.problem = f"the engine did not take a write of {size} bytes to {job.remote.name}; see its own log"
+                job.problem = _failed(f"the engine did not take a write of {size} bytes to {job.remote.name}; see its own log")
                 job.failed += self._options.protocol != "tcp"  # others may have begun it
                 return
             job.remote.used = True
@@ -254,42 +248,41 @@ class MooncakeBackend:
     def _hang_up(self, remote: Remote) -> None:
         """Have the engine close its connections to a peer, which it does when one fails: by writes that every engine refuses."""
         if self._options.protocol == "tcp" and self._regions:
-            nowhere = remote.name, self._regions[0].ptr, 0, 1
-            writes = [self._engine.transfer_submit_write(*nowhere) for _ in range(native.number(native.LANES, 4, 16))]
+            refused = remote.name, self._regions[0].ptr, NOWHERE, 1
+            writes = [self._engine.transfer_submit_write(*refused) for _ in range(MOST_LANES)]
             with self._lock:
                 self._jobs.add(Job(None, "", remote, 0, deque(filter(None, writes))))
 
     # --- with the lock held
 
     def _runs(self, peer: str) -> bool:
-        checks = iter(range(CHECKS))
-        return any(self._look(job, checks) is PENDING for job in list(self._jobs) if job.peer == peer)
+        return any(self._look(job) is PENDING for job in list(self._jobs) if job.peer == peer)
 
-    def _look(self, job: Job, checks: Iterator[int]) -> TicketState:
-        """A job's state, as far as the checks suffice. The engine frees a write that it has reported ended, so none is asked for twice."""
+    def _look(self, job: Job) -> TicketState:
+        """A job's state. The engine frees a write that it has reported ended, so none is asked for twice."""
         if job.unposted or job.state is not PENDING:
             return job.state
-        while job.running:
-            code = self._engine.transfer_check_status(job.running[0]) if next(checks, None) is not None else 0
+        for _ in range(CHECKS):
+            if not job.running:
+                return self._end(job)
+            code = self._engine.transfer_check_status(job.running[0])
             if code in (0, -2):  # a time-out of the engine's is not the end
-                return PENDING
+                break
             job.running.popleft()
             job.failed += code != 1
-        return self._end(job)
+        return PENDING
 
     def _end(self, job: Job) -> TicketState:
         """Book the end of a job of which nothing runs any more. A write that failed may still be on its way in the network."""
         self._jobs.discard(job)
+        self._ended.notify_all()
+        job.state = job.problem or DONE
         if job.failed:
-            job.remote.heard = -math.inf
-            job.state = _failed(job.problem or f"{job.failed} of its writes to {job.remote.name} failed in the engine; see its own log")
-        elif job.problem:
-            job.state = _failed(job.problem, quiescent=True, peer_broken=job.broken)
-        else:
-            job.remote.heard = time.monotonic()
-            job.state = DONE
+            why = job.problem.reason if job.problem else f"{job.failed} writes to {job.remote.name} failed in the engine; see its own log"
+            job.state = _failed(why, quiescent=False)
+        job.remote.heard = time.monotonic() if job.state is DONE else -math.inf
         return job.state
 
 
-def _failed(reason: str, quiescent: bool = False, peer_broken: bool = False) -> TicketState:
+def _failed(reason: str, quiescent: bool = True, peer_broken: bool = False) -> TicketState:
     return TicketState(TicketKind.FAILED, reason, quiescent, peer_broken)

@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,13 +18,13 @@ from kvcore.addresses import Address
 from kvcore.hookspecs import Fact, OpenContext
 from kvcore_mooncake.options import P2P, MooncakeOptions
 
-OLDEST = (0, 3, 13)  # since then a TCP write is done when its bytes are in place (R6), and connections are used again
+OLDEST = "0.3.13"  # since then a TCP write is done when its bytes are in place (R6), and connections are used again
 CALLS = ("batch_register_memory", "batch_unregister_memory", "send_probe", "transfer_submit_write", "transfer_check_status")
 INSTALL = "pip install kvcore-mooncake[cpu] (or [cuda], [cuda13], [rocm], [npu], [efa])"
 DEBIAN = {"libibverbs": "libibverbs1", "librdmacm": "librdmacm1", "libnuma": "libnuma1", "libcurl": "libcurl4"}
-DRIVERS = {"libcuda": "CUDA", "libamdhip": "ROCm", "libhsa": "ROCm", "libascend": "CANN", "libmusa": "MUSA", "libefa": "EFA"}
+MEMORY = {"SUPPORT_CUDA": ("cuda",), "SUPPORT_HIP": ("cuda", "rocm")}
 CODES = {-1: "invalid argument", -3: "not registered", -7: "overlaps what is registered", -101: "unknown name", -102: "no connection"}
-POOL, QUEUE, LANES = "MC_TCP_ENABLE_CONNECTION_POOL", "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "MC_TCP_LANES_PER_PEER"
+POOL, QUEUE = "MC_TCP_ENABLE_CONNECTION_POOL", "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"
 TIMEOUTS = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC")
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
@@ -44,9 +43,8 @@ def load() -> tuple[ModuleType, str]:
         what = " ".join(str(error).split())
         raise BackendLoadError(f"backend 'mooncake' cannot load {label} ({what}); {_remedy(str(error))}") from error
     lacks = "".join(f", which lacks {name}" for name in CALLS if not hasattr(library.TransferEngine, name))
-    if lacks or any(tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST for version in found.values()):
-        oldest = ".".join(map(str, OLDEST))
-        raise BackendLoadError(f"backend 'mooncake' needs Mooncake {oldest} or newer, and this is {label}{lacks}; upgrade: {INSTALL}")
+    if lacks or any(_numbers(version) < _numbers(OLDEST) for version in found.values()):
+        raise BackendLoadError(f"backend 'mooncake' needs Mooncake {OLDEST} or newer, and this is {label}{lacks}; upgrade: {INSTALL}")
     return library, label
 
 
@@ -57,22 +55,23 @@ def installed() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in sorted(set(found))}
 
 
+def _numbers(version: str) -> list[int]:
+    return list(map(int, re.findall(r"\d+", version)[:3]))
+
+
 def _remedy(error: str) -> str:
     """What to do about an import that failed."""
-    library = re.match(r"(lib[^:\s]+): cannot open shared object file", error)
-    if library is None:
-        return f"install one of its wheels: {INSTALL}"
-    for start, package in DEBIAN.items():
-        if library[1].startswith(start):
-            return f"{library[1]} is in Debian's package {package}: apt install {package}"
-    driver = next((driver for start, driver in DRIVERS.items() if library[1].startswith(start)), "another driver")
-    return f"{library[1]} is of {driver}: install that in the version this wheel is made for, or another wheel: {INSTALL}"
+    for library, package in DEBIAN.items():
+        if f"{library}.so" in error:
+            return f"Debian has it in {package}: apt install {package}"
+    if "cannot open shared object file" in error:
+        return f"it comes with the driver that this wheel is made for: install that, or another wheel: {INSTALL}"
+    return f"install one of its wheels: {INSTALL}"
 
 
 def memory_kinds(library: ModuleType) -> set[str]:
     """Kinds of memory that this build moves. What torch for ROCm calls cuda is in the hands of ROCm."""
-    flags = {"SUPPORT_CUDA": {"cuda"}, "SUPPORT_HIP": {"cuda", "rocm"}}
-    return {"cpu"}.union(*(kinds for flag, kinds in flags.items() if getattr(library, flag, False)))
+    return {"cpu"}.union(*(kinds for flag, kinds in MEMORY.items() if getattr(library, flag, False)))
 
 
 def rdma_devices() -> str:
@@ -81,40 +80,36 @@ def rdma_devices() -> str:
 
 
 def start(options: MooncakeOptions, context: OpenContext) -> tuple[ModuleType, Any, str]:
-    """The library, an engine, and the name that peers open it under. ``BackendLoadError`` if there is no library, or the engine refuses
-    the options; ``ConfigError`` if the process's environment does not allow them."""
+    """The library, an engine, and the name that peers open it under. Raises ``BackendLoadError`` or ``ConfigError`` saying what hinders."""
     host, alone = str(Address(context.host, 1)).removesuffix(":1"), options.metadata_server == P2P
     with _starting:
         _prepare_environment(_wanted(options, context.host), context.logger)
-        _check_environment(options.protocol)
         library, version = load()
         engine = library.TransferEngine()
-        name = host if alone else context.instance
-        code = engine.initialize(name, options.metadata_server, options.protocol, ",".join(options.devices))
+        code = engine.initialize(host if alone else context.instance, options.metadata_server, options.protocol, ",".join(options.devices))
     if code:
+        asked, devices = options.model_dump(exclude={"environment"}), rdma_devices() or "no RDMA device"
         raise BackendLoadError(
-            f"backend 'mooncake': no engine starts with protocol {options.protocol!r}, metadata server {options.metadata_server!r} and "
-            f"devices {list(options.devices)} ({meaning(code)}; this host has {rdma_devices() or 'no RDMA device'}); correct these options"
+            f"backend 'mooncake': no engine starts with {asked} ({meaning(code)}; here is {devices}); correct these options"
         )
-    session = f"{host}:{engine.get_rpc_port()}" if alone else name
+    session = f"{host}:{engine.get_rpc_port()}" if alone else context.instance
     context.logger.info("%s with protocol %s as %s", version, options.protocol, session)
     return library, engine, session
 
 
 def _wanted(options: MooncakeOptions, host: str) -> dict[str, str]:
     """Variables that this backend needs, under those that the options name."""
-    wanted = {"MC_USE_IPV6": "1"} if ":" in host else {}
-    if options.metadata_server != P2P:
-        wanted["MC_TCP_BIND_ADDRESS"] = host
+    address = {} if options.metadata_server == P2P else {"MC_TCP_BIND_ADDRESS": host}
+    wanted = address | ({"MC_USE_IPV6": "1"} if ":" in host else {})
     if options.protocol == "tcp":  # without the first, an RDMA device would be taken where there is one
-        wanted |= {"MC_FORCE_TCP": "1", POOL: "1", QUEUE: "65535", LANES: "4"} | dict.fromkeys(TIMEOUTS, str(options.timeout_s))
+        wanted |= {"MC_FORCE_TCP": "1", POOL: "1", QUEUE: "65535"} | dict.fromkeys(TIMEOUTS, str(options.timeout_s))
     if options.protocol == "rdma":  # without it, TCP would be taken where there is no device
         wanted["MC_FORCE_HCA"] = "1"
     return wanted | options.environment
 
 
-def _prepare_environment(wanted: Mapping[str, str], log: logging.Logger) -> None:
-    """Set what is wanted, in place of what an earlier engine here wanted. What the process has set itself stays."""
+def _prepare_environment(wanted: dict[str, str], log: logging.Logger) -> None:
+    """Set what is wanted, in place of what an earlier engine here wanted. What the process has set itself stays, or is an error."""
     for name in set(_ours) - set(wanted):
         if _ours.pop(name) == os.environ.get(name):
             del os.environ[name]
@@ -124,21 +119,12 @@ def _prepare_environment(wanted: Mapping[str, str], log: logging.Logger) -> None
             os.environ[name] = _ours[name] = value
         elif present != value:
             log.info("%s=%s of the process wins over %s", name, present, value)
-
-
-def _check_environment(protocol: str) -> None:
     if os.environ.get("MC_TCP_PROTO") == "1":
         raise ConfigError("MC_TCP_PROTO=1 has the engine report writes as done before their bytes are in place; unset it")
-    if protocol == "tcp" and os.environ[POOL] != "1":
+    if os.environ.get(POOL, "1") != "1":
         raise ConfigError(f"{POOL}={os.environ[POOL]} makes a connection of each descriptor, and a thousand of them take seconds; unset it")
-    if protocol == "rdma" and "MC_FORCE_TCP" in os.environ:
-        raise ConfigError("MC_FORCE_TCP is set and protocol is 'rdma'; unset it, or choose protocol 'tcp'")
-
-
-def number(variable: str, default: int, most: int) -> int:
-    """What the engine makes of a variable of its environment."""
-    text = os.environ.get(variable, "")
-    return int(text) if text.isdecimal() and 1 <= int(text) <= most else default
+    if "MC_FORCE_TCP" in os.environ and "MC_FORCE_HCA" in os.environ:
+        raise ConfigError("MC_FORCE_TCP and MC_FORCE_HCA (protocol 'rdma') exclude each other; unset one, or choose the other protocol")
 
 
 def meaning(code: int) -> str:

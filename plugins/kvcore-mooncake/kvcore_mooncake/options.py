@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-P2P = "P2PHANDSHAKE"
-"""Mooncake's name for having no metadata server: engines ask each other."""
+P2P = "P2PHANDSHAKE"  # Mooncake's name for having no metadata server: engines ask each other
 
 
 class MooncakeOptions(BaseModel, extra="forbid", frozen=True):
@@ -18,7 +17,6 @@ class MooncakeOptions(BaseModel, extra="forbid", frozen=True):
     devices: tuple[str, ...] = ()
     """Network devices to use, such as ``mlx5_0``; empty: Mooncake chooses by topology."""
     timeout_s: int = Field(600, ge=1, le=86400)
-    """TCP: seconds without progress after which the engine gives a write up. What it gave up may still arrive, so its pages wait for
-    ``quarantine_s``; hence the default is long, and it costs nothing."""
+    """TCP: seconds without progress until the engine gives a write up, which is no proof of its end: it is best when that never comes."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Variables such as ``MC_GID_INDEX``, set before the engine starts. One that the process has already, wins and is logged."""

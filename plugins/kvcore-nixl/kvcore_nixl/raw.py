@@ -1,0 +1,134 @@
+"""NIXL by itself, for ``kvcore bench``: what the backend is measured against. No manager imports this."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvcore.hookspecs import Endpoint, OpenContext, Peer, Transfer
+from kvcore.memory import Indices, Region
+from kvcore.page_lists import PageList, page_lists
+from kvcore.planner import U64
+from kvcore_nixl import native
+from kvcore_nixl.options import NixlOptions
+
+MOST = np.iinfo(np.int32).max
+
+
+class Way(NamedTuple):
+    """How descriptors are given (as pages of a prepared list, numpy arrays or lists of tuples), how many requests a transfer becomes, and
+    how many threads post them."""
+
+    kind: str
+    requests: int = 1
+    threads: int = 1
+
+
+WAYS = {
+    "prepared": Way("prepared"),
+    "arrays": Way("arrays"),
+    "tuples": Way("tuples"),
+    "prepared, 4 requests": Way("prepared", 4),
+    "prepared, 2 threads": Way("prepared", 4, 2),
+    "prepared, 4 threads": Way("prepared", 4, 4),
+}
+
+
+class NixlFloor:
+    """An agent of its own over host memory, driven by whoever waits for it."""
+
+    ways = tuple(WAYS)
+
+    def open(self, options: NixlOptions, context: OpenContext, regions: Sequence[Region]) -> Endpoint:
+        """Start an agent as the backend does."""
+        native.prepare_environment(options.environment, context.logger)
+        library, _ = native.load()
+        self._agent, self._drive = native.new_agent(library, context.instance, options), not options.progress_thread
+        self._agent.register_memory([(one.ptr, one.nbytes, 0, "") for one in regions], "DRAM")
+        self._local = page_lists(context.pools, regions, MOST)
+        return Endpoint(self._agent.get_agent_metadata())
+
+    def connect(self, peer: Peer) -> None:
+        """Load decode's agent and prepare lists of both sides' pages."""
+        self._agent.add_remote_agent(peer.endpoint.data)
+        self._lists = {
+            pool: (self._prepared("NIXL_INIT_AGENT", self._local[pool]), self._prepared(peer.id, pages))
+            for pool, pages in page_lists(peer.pools, peer.regions, MOST).items()
+        }
+
+    def write(self, way: str, transfers: Sequence[Transfer], at_once: int) -> None:
+        """Post, and ask until all is done."""
+        chosen = WAYS[way]
+        requests = [request for transfer in transfers for request in self._requests(chosen, transfer)]
+        most = max(1, at_once * chosen.requests // chosen.threads)
+        if chosen.threads == 1:
+            return self._carry(requests, most)
+        with ThreadPoolExecutor(chosen.threads) as pool:
+            list(pool.map(partial(self._carry, most=most), [requests[first :: chosen.threads] for first in range(chosen.threads)]))
+
+    def serve(self, stop: threading.Event) -> None:
+        """Take in what is written."""
+        while self._drive and not stop.is_set():
+            self._agent.get_new_notifs()
+
+    def close(self) -> None:
+        """Drop the agent."""
+        self._agent = None
+
+    def _prepared(self, agent: str, pages: PageList) -> Any:
+        return self._agent.prep_xfer_dlist(agent, _rows(pages.address, pages.length), "DRAM")
+
+    def _requests(self, way: Way, transfer: Transfer) -> Iterator[Callable[[], Any]]:
+        """What makes the requests of a transfer, so that the making is measured too."""
+        here, there = transfer.local_pages, transfer.remote_pages
+        assert here is not None and there is not None
+        if way.kind != "prepared":
+            yield partial(self._listed, transfer, _rows if way.kind == "arrays" else _tuples)
+            return
+        for share in np.array_split(np.arange(here.size), min(way.requests, here.size)):
+            yield partial(self._picked, transfer.pool, here[share], there[share])
+
+    def _picked(self, pool: str, here: Indices, there: Indices) -> Any:
+        mine, theirs = self._lists[pool]
+        return self._agent.make_prepped_xfer("WRITE", mine, here.astype(np.int32), theirs, there.astype(np.int32))
+
+    def _listed(self, transfer: Transfer, rows: Callable[[U64, U64], Any]) -> Any:
+        lists = [rows(at, transfer.length) for at in (transfer.local_address, transfer.remote_address)]
+        mine, theirs = (self._agent.get_xfer_descs(one, "DRAM") for one in lists)
+        return self._agent.initialize_xfer("WRITE", mine, theirs, transfer.peer)
+
+    def _carry(self, requests: Sequence[Callable[[], Any]], most: int) -> None:
+        running: deque[Any] = deque()
+        for request in requests:
+            handle = request()
+            self._look(running, handle, self._agent.transfer(handle))
+            while len(running) >= most:
+                self._ask(running)
+        while running:
+            self._ask(running)
+
+    def _ask(self, running: deque[Any]) -> None:
+        handle = running.popleft()
+        self._look(running, handle, self._agent.check_xfer_state(handle))
+
+    def _look(self, running: deque[Any], handle: Any, state: str) -> None:
+        if state == "PROC":
+            running.append(handle)
+        elif state == "DONE":
+            self._agent.release_xfer_handle(handle)
+        else:
+            raise RuntimeError(f"NIXL reports {state}")
+
+
+def _rows(address: U64, length: U64) -> Any:
+    return np.stack((address, length, np.zeros_like(length)), axis=1)
+
+
+def _tuples(address: U64, length: U64) -> Any:
+    return [(at, size, 0) for at, size in zip(address.tolist(), length.tolist(), strict=True)]

@@ -1,0 +1,144 @@
+"""Two backends in this process, driven hook by hook: what is in flight stays so until a test drives the side that it goes to."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from kvcore_nixl import native
+from kvcore_nixl.backend import Job, NixlBackend
+from kvcore_nixl.options import NixlOptions
+
+from kvcore import Pool, TicketState, Transfer
+from kvcore.hookspecs import PENDING, OpenContext, Peer
+from kvcore.planner import Layout, plan
+from kvcore.states import RoomKey
+from tests.helpers import memory, wait_until
+
+PAGES, LAYERS, PAGE_BYTES = 64, 2, 4096
+BIG = {"pages": 256, "page_bytes": 64 * 1024}
+"""32 MiB: more than what sockets take up."""
+
+Array = npt.NDArray[np.uint8]
+_numbers = itertools.count(1)
+
+
+class Calls:
+    """Counts calls into NIXL, agent by agent."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *names: str) -> None:
+        self.made: Counter[str] = Counter()
+        agent = native.load()[0].nixl_agent
+        for name in names:
+            patch.setattr(agent, name, self._counted(name, getattr(agent, name)))
+
+    def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.made[name] += 1
+            return call(*args, **kwargs)
+
+        return counted
+
+
+class Node:
+    """A backend that is open, with the pool ``kv`` registered."""
+
+    def __init__(self, side: str, name: str, arrays: list[Array], **options: Any) -> None:
+        self.name, self.arrays, self.backend = name, arrays, NixlBackend()
+        self.pool = Pool.from_tensors("kv", arrays, page_size=16)
+        context = OpenContext(name, side, 0, "127.0.0.1", "127.0.0.1", logging.getLogger("kvcore.backends.nixl"), (self.pool.geometry,))
+        self.backend.kvcore_open(NixlOptions(**options), context)
+        self.backend.kvcore_register(self.pool.regions)
+        self.open = True
+        self.layout = Layout.of((self.pool.geometry,), self.pool.regions)
+
+    def peer(self) -> Peer:
+        """As others are told of it."""
+        return Peer(self.name, self.backend.kvcore_endpoint(), tuple(self.pool.regions), (self.pool.geometry,))
+
+    def fill(self, value: int) -> None:
+        for array in self.arrays:
+            array[:] = value
+
+    def close(self) -> None:
+        self.open = False
+        self.backend.kvcore_unregister(self.pool.regions)
+        self.backend.kvcore_close()
+
+
+@dataclass
+class Pair:
+    """A backend that writes and one that is written to, connected."""
+
+    prefill: Node
+    decode: Node
+    others: list[Node] = field(default_factory=list)
+
+    def transfer(self, mine: Sequence[int], theirs: Sequence[int], to: Node | None = None) -> Transfer:
+        """A transfer of pages as the core makes it."""
+        to = to or self.decode
+        here, there = self.prefill.pool.indices(mine), to.pool.indices(theirs)
+        parts = plan(self.prefill.layout, to.layout, {"kv": (here, there)})
+        arrays = (parts.local_region, parts.remote_region, parts.local_offset, parts.remote_offset, parts.length)
+        room = RoomKey("prefill", next(_numbers), 0, 1)
+        return Transfer(room, to.name, *arrays, self.prefill.layout.base, to.layout.base, 1, "kv", here, there)
+
+    def post(self, mine: Sequence[int], theirs: Sequence[int], to: Node | None = None) -> Job | TicketState:
+        return self.prefill.backend.kvcore_transfer(self.transfer(mine, theirs, to))
+
+    def in_flight(self) -> Job:
+        """A write of all pages of which the other side has taken in nothing yet."""
+        job = self.post(range(len(self.prefill.arrays[0])), range(len(self.decode.arrays[0])))
+        assert isinstance(job, Job) and self.state(job) is PENDING
+        return job
+
+    def state(self, job: Job | TicketState) -> TicketState:
+        return self.prefill.backend.kvcore_poll([job])[0] if isinstance(job, Job) else job
+
+    def ended(self, job: Job | TicketState, to: Node | None = None) -> TicketState:
+        """Drive both sides until a write has ended."""
+        wait_until(lambda: self._drive(to or self.decode) and self.state(job) is not PENDING)
+        return self.state(job)
+
+    def _drive(self, to: Node) -> bool:
+        for node in (to, self.prefill):
+            if node.open:
+                node.backend.kvcore_progress()
+        return True
+
+    def drive(self, seconds: float) -> None:
+        """Drive both sides for a time."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._drive(self.decode)
+
+    def equal(self, mine: Sequence[int], theirs: Sequence[int]) -> bool:
+        both = zip(self.prefill.arrays, self.decode.arrays, strict=True)
+        return all(np.array_equal(a[list(mine)], b[list(theirs)]) for a, b in both)
+
+
+@contextmanager
+def pair(pages: int = PAGES, page_bytes: int = PAGE_BYTES, side: str = "prefill", **options: Any) -> Iterator[Pair]:
+    """A connected pair over whatever transports the environment says; closed at the end, if a test has not done so."""
+    number = next(_numbers)
+    prefill = Node(side, f"prefill-{number}", memory(pages, LAYERS, page_bytes, seed=3), **options)
+    decode = Node("decode", f"decode-{number}", memory(pages, LAYERS, page_bytes), **options)
+    both = Pair(prefill, decode)
+    try:
+        prefill.backend.kvcore_connect(decode.peer())
+        first = both.ended(both.post([0], [0]))  # has the connection made
+        assert first.kind.value == "done", first
+        decode.fill(0)
+        yield both
+    finally:
+        for node in (prefill, decode, *both.others):
+            node.close()

@@ -1,0 +1,283 @@
+"""The hooks, one by one, over TCP and shared memory within this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+from kvcore_nixl import backend, native
+from kvcore_nixl.backend import Job
+from nixl_pair import BIG, Calls, Node, pair
+
+import kvcore
+from kvcore.hookspecs import DONE, PENDING, Endpoint
+from kvcore.states import RoomKey
+from tests.helpers import memory, wait_until
+
+SCATTERED = ([9, 3, 50, 20, 7], [1, 40, 2, 30, 8])
+RUN = (list(range(10, 30)), list(range(20, 40)))
+NEW = 0xEE
+
+
+@pytest.mark.parametrize("entries", [0, 1 << 20])
+def test_t1_scattered_pages_and_runs_arrive_from_prepared_lists_or_descriptors(
+    transport: str, entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Calls(monkeypatch, "make_prepped_xfer", "initialize_xfer")
+    with pair(prepared_entries=entries) as both:
+        for (mine, theirs), prepared in ((SCATTERED, entries > 0), (RUN, False)):
+            calls.made.clear()
+            assert both.ended(both.post(mine, theirs)) == DONE
+            assert both.equal(mine, theirs)
+            assert dict(calls.made) == {"make_prepped_xfer" if prepared else "initialize_xfer": 1}
+        untouched = sorted({*range(64)} - {*SCATTERED[1], *RUN[1]})
+        assert not any(array[untouched].any() for array in both.decode.arrays)
+
+
+def test_prepared_lists_stay_within_what_the_option_allows_over_all_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch, "make_prepped_xfer")
+    with pair(prepared_entries=5 * 64) as both:  # a list is of 64 pages in 2 regions: two lists fit, and no third
+        late = Node("decode", "late", memory(64, 2, 4096))
+        both.others.append(late)
+        both.prefill.backend.kvcore_connect(late.peer())
+        assert both.ended(both.post(*SCATTERED, to=late), late) == DONE
+        assert calls.made["make_prepped_xfer"] == 1  # the pair's own first page
+        assert all(np.array_equal(a[SCATTERED[0]], b[SCATTERED[1]]) for a, b in zip(both.prefill.arrays, late.arrays, strict=True))
+        both.prefill.backend.kvcore_disconnect(both.decode.name)
+        both.prefill.backend.kvcore_disconnect(late.name)
+        both.prefill.backend.kvcore_connect(late.peer())  # now there is room for it
+        assert both.ended(both.post(*SCATTERED, to=late), late) == DONE
+        assert calls.made["make_prepped_xfer"] == 2
+
+
+@pytest.mark.parametrize("thread", [False, True])
+def test_r3_after_close_no_byte_of_a_write_in_flight_leaves_the_source(tcp: None, thread: bool) -> None:
+    with pair(**BIG, progress_thread=thread) as both:
+        if thread:
+            both.decode.close()  # its thread would take everything in
+            both.decode = Node("decode", "still", both.decode.arrays)
+            both.others.append(both.decode)
+            both.prefill.backend.kvcore_connect(both.decode.peer())
+            wait_until(lambda: both.ended(both.post([0], [0])) == DONE)
+        job = both.in_flight()
+        began = time.monotonic()
+        both.prefill.close()
+        assert time.monotonic() - began < 2.0
+        both.prefill.fill(NEW)
+        deadline = time.monotonic() + 0.5
+        while time.monotonic() < deadline:
+            both.decode.backend.kvcore_progress()
+        assert not any((array == NEW).all(axis=1).any() for array in both.decode.arrays)
+        assert any(not array.all() for array in both.decode.arrays), "all of it was written before the close: nothing was tested"
+        assert both.state(job).kind.value == "failed"
+
+
+def test_r3_close_says_so_if_the_agent_goes_on(tcp: None) -> None:
+    with pair(**BIG) as both:
+        kept = both.in_flight().handle
+        with pytest.raises(RuntimeError, match="keep the memory"):
+            both.prefill.backend.kvcore_close()
+        with pytest.raises(RuntimeError, match="keep the memory"):
+            both.prefill.backend.kvcore_close()
+        del kept
+
+
+def test_a_request_that_nobody_asks_for_is_kept_until_it_has_ended(tcp: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch, "release_xfer_handle")
+    with pair(**BIG) as both:
+        calls.made.clear()
+        job = both.in_flight()
+        one = both.prefill.backend
+        assert job.room is not None
+        assert one.kvcore_held_rooms() == [job.room]
+        one.kvcore_clear(job.room)
+        one.kvcore_clear(RoomKey("prefill", 1, 0, 1))
+        assert one.kvcore_held_rooms() == []
+        both.prefill.backend.kvcore_progress()
+        assert calls.made["release_xfer_handle"] == 0
+        wait_until(lambda: both.drive(0.01) or calls.made["release_xfer_handle"] == 1)
+        assert both.equal(range(256), range(256))
+
+
+def test_r4_a_disconnect_in_flight_proves_nothing_and_unloads_the_peer_in_the_end(tcp: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "LEAVE_S", 0.1)
+    calls = Calls(monkeypatch, "remove_remote_agent", "release_dlist_handle")
+    with pair(**BIG) as both:
+        job, one = both.in_flight(), both.prefill.backend
+        assert one.kvcore_disconnect(both.decode.name) is False
+        refused = both.post([1], [1])
+        assert refused.kind.value == "failed" and refused.quiescent and refused.peer_broken  # type: ignore[union-attr]
+        assert not calls.made
+        assert both.ended(job) == DONE
+        assert both.equal(range(256), range(256))
+        assert dict(calls.made) == {"remove_remote_agent": 1, "release_dlist_handle": 1}
+        assert one.kvcore_disconnect(both.decode.name) is True
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_peer_that_pairs_anew_in_flight_keeps_its_writes(tcp: None, left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "LEAVE_S", 0.1)
+    with pair(**BIG) as both:
+        job = both.in_flight()
+        if left:
+            both.prefill.backend.kvcore_disconnect(both.decode.name)
+        both.prefill.backend.kvcore_connect(both.decode.peer())
+        assert both.state(job) is PENDING
+        again = both.post([5], [5])
+        assert both.ended(job) == both.ended(again) == DONE
+        assert both.equal(range(256), range(256))
+
+
+def test_r4_a_broken_peer_has_its_writes_failed_and_comes_back(transport: str) -> None:
+    with pair(**BIG) as both:
+        job = both.in_flight() if transport == "tcp" else None
+        both.decode.close()
+        if job is None:
+            wait_until(lambda: (found := both.ended(both.post([1], [1]))).peer_broken or found == DONE)
+        else:
+            lost = both.ended(job)
+            assert (lost.kind.value, lost.quiescent, lost.peer_broken) == ("failed", False, True), lost
+            assert both.post([1], [1]).quiescent  # type: ignore[union-attr]
+        assert both.prefill.backend.kvcore_disconnect(both.decode.name) is True
+        both.decode = Node("decode", both.decode.name, both.decode.arrays)
+        both.others.append(both.decode)
+        both.prefill.backend.kvcore_connect(both.decode.peer())
+        both.decode.fill(0)
+        assert both.ended(both.post([3, 1], [1, 2])) == DONE
+        assert both.equal([3, 1], [1, 2])
+
+
+def test_a_broken_peer_is_loaded_anew_also_without_a_disconnect(tcp: None) -> None:
+    with pair(**BIG) as both:
+        job = both.in_flight()
+        both.decode.close()
+        assert both.ended(job).peer_broken
+        both.decode = Node("decode", both.decode.name, both.decode.arrays)
+        both.others.append(both.decode)
+        both.prefill.backend.kvcore_connect(both.decode.peer())
+        assert both.ended(both.post([3], [1])) == DONE
+
+
+@pytest.mark.parametrize("side", ["decode", "both"])
+def test_r4_a_side_that_is_written_to_never_says_that_a_peer_is_fenced(side: str) -> None:
+    with pair(side="both") as both:
+        node = Node(side, "one", memory(64, 2, 4096))
+        both.others.append(node)
+        node.backend.kvcore_connect(both.decode.peer())
+        assert node.backend.kvcore_disconnect(both.decode.name) is False
+        assert node.backend.kvcore_disconnect("nobody") is False
+
+
+@pytest.mark.parametrize("bad", ["cut short", "a bit", "another's", "empty"])
+def test_bad_metadata_is_refused_and_the_known_peer_works_on(bad: str) -> None:
+    with pair() as both:
+        other = Node("decode", "other", memory(64, 2, 4096))
+        both.others.append(other)
+        peer = both.decode.peer()
+        data = peer.endpoint.data
+        spoilt = {"cut short": data[:-9], "a bit": data[:-9] + b"?" + data[-8:], "another's": other.peer().endpoint.data, "empty": b""}[bad]
+        with pytest.raises(ConnectionError, match=f"{peer.id} sent NIXL metadata that is damaged, or another's; have it pair again"):
+            both.prefill.backend.kvcore_connect(dataclasses.replace(peer, endpoint=Endpoint(spoilt)))
+        assert both.ended(both.post([3], [1])) == DONE
+        assert both.equal([3], [1])
+
+
+def test_t7_what_fails_before_the_post_is_quiescent(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pair(prepared_entries=0) as both:
+        wrong = dataclasses.replace(both.transfer([3], [1]), remote_base=np.array([4096, 4096], np.uint64))  # which nobody registered
+        found = both.prefill.backend.kvcore_transfer(wrong)
+        assert (found.kind.value, found.quiescent, found.peer_broken) == ("failed", True, False)  # type: ignore[union-attr]
+        assert "NotFound" in found.reason  # type: ignore[union-attr]
+        assert both.ended(both.post([3], [1])) == DONE
+
+
+def test_b3_a_region_that_is_refused_is_named_and_none_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch, "register_memory", "deregister_memory")
+    with pair() as both:
+        one, good = both.prefill.backend, both.prefill.pool.regions
+        one.kvcore_unregister(good)
+        calls.made.clear()
+        nowhere = dataclasses.replace(good[1], ptr=0)
+        with pytest.raises(kvcore.RegistrationError, match=r"Region\(ptr=0, .* DRAM memory \(nixlBackendError.*ulimit -l"):
+            one.kvcore_register([good[0], nowhere])
+        assert dict(calls.made) == {"register_memory": 2, "deregister_memory": 1}
+        one.kvcore_register(good)
+        assert both.ended(both.post([3], [1])) == DONE
+
+
+def test_a_pool_of_two_kinds_of_memory_is_refused() -> None:
+    with pair() as both:
+        one, (first, second) = both.prefill.backend, both.prefill.pool.regions
+        with pytest.raises(kvcore.ConfigError, match="pool 'kv' lies in both host and device memory; make two pools of it"):
+            one.kvcore_register([first, dataclasses.replace(second, device="cuda:1")])
+        peer = both.decode.peer()
+        mixed = dataclasses.replace(peer, id="mixed", regions=(first, dataclasses.replace(second, device="cuda:1")))
+        with pytest.raises(ConnectionError, match="damaged, or another's"):
+            one.kvcore_connect(mixed)
+        with pytest.raises(kvcore.RegistrationError, match="VRAM memory"):  # all of one kind, but there is no GPU
+            one.kvcore_register([dataclasses.replace(region, device="cuda:0") for region in (first, second)])
+        one.kvcore_register([first, second])
+
+
+def test_b7_a_closed_backend_opens_again() -> None:
+    with pair() as both:
+        node = both.prefill
+        node.close()
+        node.close()
+        both.others.append(again := Node("prefill", node.name, node.arrays))
+        again.backend.kvcore_connect(both.decode.peer())
+        both.prefill = again
+        assert both.ended(both.post([3], [1])) == DONE
+
+
+def test_hooks_of_the_progress_thread_do_not_wait_for_a_post(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, end = threading.Event(), threading.Event()
+    with pair() as both:
+        agent = native.load()[0].nixl_agent
+        original = agent.transfer
+
+        def slow(*args: object) -> object:
+            begun.set()
+            assert end.wait(10.0)
+            return original(*args)
+
+        monkeypatch.setattr(agent, "transfer", slow)
+        job = Job(RoomKey("prefill", 1, 0, 1), "x", None)
+        posting = threading.Thread(target=both.post, args=([1], [1]))
+        posting.start()
+        try:
+            assert begun.wait(10.0)
+            began = time.monotonic()
+            both.prefill.backend.kvcore_progress()
+            assert both.prefill.backend.kvcore_poll([job, job]) == [PENDING, PENDING]
+            both.prefill.backend.kvcore_clear(RoomKey("prefill", 1, 0, 1))
+            both.prefill.backend.kvcore_held_rooms()
+            assert time.monotonic() - began < 1.0
+        finally:
+            end.set()
+            posting.join(10.0)
+
+
+def resources() -> tuple[int, int]:
+    """Open files and threads of this process."""
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+def test_peers_come_and_go_and_leave_nothing(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch, "add_remote_agent", "remove_remote_agent", "prep_xfer_dlist", "release_dlist_handle")
+    with pair() as both:
+        seen = []
+        for number in range(20):
+            node = Node("decode", f"guest-{number}", memory(64, 2, 4096))
+            both.prefill.backend.kvcore_connect(node.peer())
+            assert both.ended(both.post([3], [1], to=node), node) == DONE
+            node.close()
+            assert both.prefill.backend.kvcore_disconnect(node.name) is True
+            seen.append(resources())
+        assert max(seen[3:]) <= max(seen[:3]), seen
+    assert calls.made["add_remote_agent"] == calls.made["remove_remote_agent"] == 21
+    assert calls.made["prep_xfer_dlist"] == calls.made["release_dlist_handle"]
