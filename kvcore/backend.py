@@ -45,6 +45,16 @@ class Backend:
         except BaseException:
             self._close_engine()
             raise
+        self._tell_lacks(config.limits.quarantine_s)
+
+    def _tell_lacks(self, quarantine_s: float | None) -> None:
+        """Say once what pages will wait for that other engines would free at once."""
+        name, able = self.info.name, self.info.capabilities
+        if not able.cancel:
+            log.info("backend %s cannot cancel: pages of aborted rooms wait until the copies in flight have ended", name)
+        if not (able.fences_on_disconnect or able.needs_process_to_write):
+            limit = "None: until this instance ends" if quarantine_s is None else f"{quarantine_s:g} s"
+            log.info("backend %s cannot fence: pages that a lost peer may still write wait for quarantine_s (%s)", name, limit)
 
     def _start(self, context: OpenContext) -> None:
         fault = _fault(self.hooks.kvcore_open, options=self._options, context=context)

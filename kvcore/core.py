@@ -47,7 +47,7 @@ PRUNE_S = 1.0
 LAST_WORDS_S = 1.0
 """How long ``close`` waits for its last words to be acknowledged."""
 ROOM_STORES = (
-    "rooms", "tickets", "last_words", "marks", "waiting_joins", "drain_records", "unrouted_aborts", "slots", "timers",
+    "rooms", "tickets", "last_words", "marks", "waiting_joins", "drain_records", "unrouted_aborts", "slots", "timers", "watchers",
     "searches", "ledger_tickets", "pending_clears", "backend_rooms",
 )  # fmt: skip
 
@@ -374,7 +374,7 @@ class Core:
 
         Destinations that still wait for Drained are fenced one by one before, where the engine can (R4).
         """
-        for instance in self.table.spoken_to():
+        for instance in self.table.spoken_to() if self._backend.info.capabilities.fences_on_disconnect else ():
             try:
                 fenced = self._slow.run(functools.partial(self._backend.hooks.kvcore_disconnect, peer=instance)).result(STOP_S)
             except BaseException:

@@ -169,8 +169,7 @@ class FaultPlan(Interposer):
         self, error: BaseException | type[BaseException] = RuntimeError, *, hook: str = TRANSFER, **where: Unpack[Where]
     ) -> FaultPlan:
         """A hook raises before the backend is called. With ``kvcore_poll``, room and chunk are those of transfers posted later."""
-        _check(hook, QUICK + SLOW)
-        return self._add(_Rule("raise_", hook, error=error, **where))
+        return self._add(_Rule("raise_", _checked(hook, QUICK + SLOW), error=error, **where))
 
     def hold(self, *, hook: str = TRANSFER, **where: Unpack[Where]) -> Hold:
         """Hold back until ``release``: the write itself, which then lands late; with ``kvcore_poll`` only the news of its end; or
@@ -187,11 +186,11 @@ class FaultPlan(Interposer):
         """The backend answers RETRY, in ``kvcore_transfer`` or at the first poll, and does nothing (T6)."""
         return self._add_answer("retry", RETRY, hook, where)
 
-    def drop_done(self, **where: Unpack[Where]) -> FaultPlan:
+    def drop_done(self, *, hook: str = TRANSFER, **where: Unpack[Where]) -> FaultPlan:
         """The data moves, and no end is ever reported."""
-        return self._add(_Rule("drop_done", TRANSFER, lambda transfer: self._stand_in(transfer, True, veil=Hold()), **where))
+        return self._add(_Rule("drop_done", _checked(hook, [TRANSFER]), lambda one: self._stand_in(one, True, veil=Hold()), **where))
 
-    def partial(self, share: float = 0.5, **where: Unpack[Where]) -> FaultPlan:
+    def partial(self, share: float = 0.5, *, hook: str = TRANSFER, **where: Unpack[Where]) -> FaultPlan:
         """The engine is given this share of the descriptors, but never none nor all of the bytes, and then the hook raises."""
 
         def act(transfer: Transfer) -> Ticket:
@@ -200,7 +199,7 @@ class FaultPlan(Interposer):
             self._forget(part)
             raise RuntimeError("injected error after a partial post")
 
-        return self._add(_Rule("partial", TRANSFER, act, **where))
+        return self._add(_Rule("partial", _checked(hook, [TRANSFER]), act, **where))
 
     def heal(self) -> None:
         """No more faults from now on: holds and delays are over, and dropped ends are reported."""
@@ -221,7 +220,7 @@ class FaultPlan(Interposer):
         return self
 
     def _add_answer(self, kind: str, state: TicketState, hook: str, where: Where) -> FaultPlan:
-        _check(hook, (TRANSFER, POLL))
+        _checked(hook, (TRANSFER, POLL))
 
         def act(transfer: Transfer) -> Ticket | TicketState:
             stand_in = self._stand_in(transfer, state.kind is TicketKind.FAILED and not state.quiescent, verdict=state)
@@ -230,7 +229,7 @@ class FaultPlan(Interposer):
         return self._add(_Rule(kind, TRANSFER, act, **where))
 
     def _add_gate(self, kind: str, gate: _Gate, hook: str, where: Where) -> FaultPlan:
-        _check(hook, (TRANSFER, POLL, *SLOW))
+        _checked(hook, (TRANSFER, POLL, *SLOW))
 
         def act(transfer: Transfer) -> Ticket:
             posted = hook == POLL
@@ -379,9 +378,10 @@ class FaultPlan(Interposer):
         return (yield)
 
 
-def _check(hook: str, allowed: Sequence[str]) -> None:
+def _checked(hook: str, allowed: Sequence[str]) -> str:
     if hook not in allowed:
         raise ConfigError(f"hook {hook!r} cannot have this fault; choose one of {', '.join(allowed)}")
+    return hook
 
 
 def _some(transfer: Transfer, share: float) -> Transfer:

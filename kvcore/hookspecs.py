@@ -43,7 +43,7 @@ class Capabilities:
     visible_on_done: bool = True
     """A DONE ticket means that all bytes are visible in the peer's memory (R6)."""
     fences_on_disconnect: bool = False
-    """``kvcore_disconnect`` can prove that a peer writes no more (R4)."""
+    """``kvcore_disconnect`` can prove that a peer writes no more (R4); where this is not declared, True from it is no such proof."""
     needs_process_to_write: bool = True
     """The engine writes only while the writer's process lives: a peer known to be dead is fenced (R4)."""
     needs_progress: bool = False

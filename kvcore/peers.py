@@ -293,7 +293,8 @@ class Peers:
         """R4, R3: fence the pages that wait for a lost peer as soon as it is proved that nothing of it can touch them."""
         instance = departed.intro.instance
         departed.gone = departed.gone or known_gone(departed.intro.process)
-        if departed.disconnected or (departed.gone and self._capabilities.needs_process_to_write):
+        able = self._capabilities  # what is not declared is not believed either
+        if (departed.disconnected and able.fences_on_disconnect) or (departed.gone and able.needs_process_to_write):
             self._home.fenced(instance, "decode")
         if departed.disconnected and departed.gone:
             self._home.fenced(instance, "prefill")

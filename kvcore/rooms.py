@@ -333,11 +333,10 @@ class RoomTable:
 
     def sizes(self) -> dict[str, int]:
         """Entries of every per-room store (C7)."""
-        counts = dict.fromkeys(
-            ("rooms", "tickets", "last_words", "marks", "waiting_joins", "drain_records", "unrouted_aborts", "timers", "slots"), 0
-        )
+        counts = dict.fromkeys(("rooms", "tickets", "last_words", "marks", "waiting_joins", "drain_records", "unrouted_aborts"), 0)
         with self.lock:
             counts["slots"], counts["timers"] = len(self._slots), len(self._timers)
+            counts["watchers"] = sum(len(slot.watchers) for slot in self._slots.values())
             states = [slot.state for slot in self._slots.values()]
         for state in states:
             counts["rooms"] += state.life is not None

@@ -128,7 +128,11 @@ class Duo:
     target: list[Array]
     plan: FaultPlan = field(default_factory=FaultPlan)
     """Faults of the prefill side's backend."""
-    backend: str = "local"
+
+    @property
+    def backend(self) -> str:
+        """What both are over."""
+        return self.prefill.config.backend
 
     def open(self, room: int | None = None, attempt: int = 0) -> tuple[Sender, Receiver]:
         """Both handles of a room."""
@@ -202,6 +206,26 @@ def manager(role: str, arrays: list[Array], **settings: Any) -> KVManager:
     return KVManager(config(role, **settings), [Pool.from_tensors("kv", arrays, page_size=16)])
 
 
+def meet(pair: Duo) -> None:
+    """Have the two paired without a room that short limits of theirs could end."""
+    with pair.decode.receiver(number(), pair.prefill.address):
+        wait_until(lambda: pair.prefill.stats().peers and pair.decode.stats().peers)
+    pair.stores_empty()
+
+
+def cpu_s() -> float:
+    """Seconds of CPU that the threads of all managers running now have taken."""
+    return sum(_cpu_s(thread) for thread in own_threads())
+
+
+def _cpu_s(thread: threading.Thread) -> float:
+    try:
+        on_cpu_ns = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text(encoding="ascii").split()[0]
+    except OSError:  # it has ended
+        return 0.0
+    return int(on_cpu_ns) / 1e9
+
+
 @contextmanager
 def duo(
     backend: str = "local",
@@ -222,7 +246,7 @@ def duo(
     ):
         prefill.add_observer(plan)
         try:
-            yield Duo(prefill, decode, source, target, plan, backend)
+            yield Duo(prefill, decode, source, target, plan)
         finally:
             plan.heal()
 

@@ -169,7 +169,7 @@ class Striker:
                 filled[:] = filled[:1]
             layer[mine] = filled
         cut = self._random.randint(0, len(mine))
-        chunks = [[page] for page in mine] if kind == ALIKE else [mine[:cut], mine[cut:]]
+        chunks = [mine[:cut], mine[cut:]] if kind == PLAIN else [[page] for page in mine]
         return Use(room, attempt, kind, mine, theirs, sent, deque(chunks), time.monotonic())
 
     def _open(self, slot: Slot, use: Use) -> None:

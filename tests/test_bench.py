@@ -9,18 +9,46 @@ from pathlib import Path
 import pytest
 
 from kvcore import cli
-from kvcore.bench import bandwidth, idle, plan, rooms
+from kvcore.bench import bandwidth, floor, idle, plan, rooms
 from kvcore.bench.setup import GIB, Measured, Setup
 from kvcore.sides import ToolError
 from tests.commands import kvcore, one_line
 from tests.made_backends import LYING, make_backend
 
 FIELDS = ["schema", "command", "backend", "versions", "machine", "parameters", "results"]
+TWO_WAYS = """
+import threading
+from kvcore.bench.socket_floor import SocketFloor
+
+class Floor(SocketFloor):
+    ways = ("late", "prompt", "later")
+
+    def write(self, way, transfers, at_once):
+        threading.Event().wait({"prompt": 0.0, "late": 0.1, "later": 0.2}[way])
+        super().write(way, transfers, at_once)
+"""
+IDLE = """
+from kvcore.bench.socket_floor import SocketFloor
+
+class Floor(SocketFloor):
+    def connect(self, peer): pass
+    def write(self, way, transfers, at_once): pass
+    def serve(self, stop): stop.wait()
+"""
 
 
-def run(*arguments: str) -> dict[str, object]:
+def make_floor(root: Path, source: str) -> Path:
+    """A backend called ``floored`` whose distribution offers this floor."""
+    make_backend(root, "floored")
+    (root / "made_floor.py").write_text(source)
+    with (root / "kvcore_floored-1.5.dist-info" / "entry_points.txt").open("a") as file:
+        file.write("[kvcore.bench]\nfloored = made_floor:Floor\n")
+    return root
+
+
+def run(*arguments: str, path: Path | None = None) -> dict[str, object]:
     """What a measurement prints as JSON."""
-    done = kvcore("bench", *arguments, "--json", "-")
+    done = kvcore("bench", *arguments, "--json", "-", path=path)
     assert (done.returncode, done.stderr) == (0, "")
     found: dict[str, object] = json.loads(done.stdout)
     assert list(found) == FIELDS
@@ -38,6 +66,9 @@ def test_rooms_are_measured_at_every_number_in_flight() -> None:
         assert (one["in_flight"], one["rooms_verified"], len(one["rooms_per_s_each"])) == (in_flight, 120, 2)
         assert 0 < one["latency_ms_median"] <= one["latency_ms_p90"] <= one["latency_ms_p99"] <= one["latency_ms_max"]
         assert one["rooms_per_s"] > 0 and one["prefill_cpu_us_per_room"] > 0 and one["decode_cpu_us_per_room"] > 0
+        raw = one["raw"]
+        assert (raw["way"], len(raw["transfers_per_s_each"])) == ("sendmsg", 2)
+        assert raw["transfers_per_s"] > one["rooms_per_s"] and raw["kvcore_share"] < 1
 
 
 def test_bandwidth_is_measured_for_every_size() -> None:
@@ -45,7 +76,23 @@ def test_bandwidth_is_measured_for_every_size() -> None:
     small, large = found["results"]  # type: ignore[misc]
     assert (small["page_bytes"], small["pages"], small["room_bytes"], small["bytes_verified"]) == (4096, 17, 69632, 2 * 69632)
     assert (large["pages"], large["room_bytes"]) == (1, 100001)  # one page at least
-    assert all(one["gb_per_s"] > 0 and one["prefill_cpu_s_per_gib"] > 0 and one["decode_cpu_s_per_gib"] > 0 for one in (small, large))
+    for one in (small, large, small["raw"], large["raw"]):
+        assert one["gb_per_s"] > 0 and one["prefill_cpu_s_per_gib"] > 0 and one["decode_cpu_s_per_gib"] > 0
+    assert {small["order"], large["order"]} == {"scattered"} and small["raw"]["way"] == "sendmsg"
+
+
+def test_bandwidth_is_measured_beside_the_fastest_way_of_the_engine_alone(tmp_path: Path) -> None:
+    arguments = ("bandwidth", "--backend", "floored", "--page-bytes", "4096", "--room-bytes", "70000", "--repeats", "2")
+    (one,) = run(*arguments, "--order", "contiguous", path=make_floor(tmp_path, TWO_WAYS))["results"]  # type: ignore[misc]
+    assert (one["order"], one["raw"]["way"], len(one["raw"]["gb_per_s_each"])) == ("contiguous", "prompt", 2)
+    tried = one["raw"]["tried_gb_per_s"]
+    assert list(tried) == ["late", "prompt", "later"] and tried["later"] < 70000 / 0.2e9
+
+
+def test_a_backend_that_offers_no_floor_is_measured_by_itself(tmp_path: Path) -> None:
+    path = make_backend(tmp_path, "plain")
+    found = run("bandwidth", "--backend", "plain", "--page-bytes", "4096", "--room-bytes", "8192", "--repeats", "1", path=path)
+    assert [one["raw"] for one in found["results"]] == [None]  # type: ignore[attr-defined]
 
 
 def test_the_planner_is_measured_and_a_missed_target_is_a_failure(
@@ -94,17 +141,27 @@ def test_rates_are_medians_and_latencies_are_those_of_all_rooms() -> None:
     assert f"{'7':>9} {'50':>9}" in "\n".join(rooms.table([found]))
 
 
+def test_kvcores_share_of_the_engine_alone_is_that_of_turns_side_by_side() -> None:
+    alone = floor.Figures("fast", {"slow": 1.0, "fast": 9.0}, (10.0, 100.0, 40.0), {"prefill": (1.0, 3.0, 2.0), "decode": (4.0, 6.0, 5.0)})
+    assert alone.share((9.0, 80.0, 20.0)) == pytest.approx(0.8)  # of 0.9, 0.8 and 0.5; of the medians it would be 0.5
+    repeats = [{"prefill": Measured(1.0, 1.0), "decode": Measured(1 / rate, 1.0)} for rate in (9.0, 80.0, 20.0)]
+    found = bandwidth.result(10**9, bandwidth.Parameters((10**9,), 10**9), repeats, alone)  # type: ignore[arg-type]
+    assert found.raw == bandwidth.Raw("fast", alone.tried, 40.0, alone.rates, 2 * GIB / 1e9, 5 * GIB / 1e9, pytest.approx(0.8))
+    assert "engine alone: fast" in "\n".join(bandwidth.table([found])) and "kvcore: 80% of it" in "\n".join(bandwidth.table([found]))
+
+
 def test_bandwidth_counts_the_bytes_of_the_pages_that_are_moved() -> None:
     parameters = bandwidth.Parameters(page_bytes=(1 << 20,), room_bytes=(1 << 20) + 5, repeats=2)
     repeats = [{"prefill": Measured(0.1, 0.5), "decode": Measured(seconds, 0.25)} for seconds in (0.001, 0.003)]
     found = bandwidth.result(1 << 20, parameters, repeats)  # type: ignore[arg-type]
+    assert found.raw is None
     assert (found.pages, found.room_bytes, found.bytes_verified) == (1, 1 << 20, 3 << 20)
     assert found.gb_per_s == pytest.approx(((1 << 20) / 1e6 + (1 << 20) / 3e6) / 2)
     assert (found.prefill_cpu_s_per_gib, found.decode_cpu_s_per_gib) == (0.5 * GIB / (1 << 20), 0.25 * GIB / (1 << 20))
 
 
 def test_scattered_pages_are_all_pages_in_another_order_on_each_side() -> None:
-    one, two = bandwidth.scattered("prefill", 500), bandwidth.scattered("decode", 500)
+    one, two = bandwidth.listed("scattered", "prefill", 500), bandwidth.listed("scattered", "decode", 500)
     assert sorted(one) == sorted(two) == list(range(500))
     neighbours = sum(one[1:] - one[:-1] == 1) + sum(two[1:] - two[:-1] == 1)
     assert neighbours < 20
@@ -120,6 +177,13 @@ def test_bytes_that_did_not_arrive_fail_the_measurement(arguments: tuple[str, ..
     done = kvcore("bench", *arguments, "--backend", "lying", path=make_backend(tmp_path, "lying", LYING))
     assert (done.returncode, done.stdout) == (1, "")
     assert one_line(done.stderr) and "pages have arrived with wrong bytes; try: kvcore doctor lying" in done.stderr
+
+
+def test_bytes_that_the_engine_alone_did_not_move_fail_the_measurement_too(tmp_path: Path) -> None:
+    arguments = ("bandwidth", "--backend", "floored", "--page-bytes", "4096", "--room-bytes", "70000")
+    done = kvcore("bench", *arguments, path=make_floor(tmp_path, IDLE))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert one_line(done.stderr) and "17 of 17 pages have arrived with wrong bytes" in done.stderr
 
 
 def test_a_room_that_fails_fails_the_measurement(tmp_path: Path) -> None:

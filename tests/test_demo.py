@@ -21,16 +21,18 @@ import kvcore
 from kvcore import cli
 from kvcore.demo.command import LEGEND, lines
 from kvcore.demo.driver import run_demo
-from kvcore.demo.messages import Ended, Expected, Generated, Settings
+from kvcore.demo.messages import Ended, Expected, Generated, Settings, Used
 from kvcore.demo.models import ByteTokenizer, cache_folder, fill, greedy, load
 from kvcore.demo.prefill import chunk_size
 from kvcore.demo.prompts import default_prompts, prompts_from
 from kvcore.demo.report import PromptResult, Report
 from kvcore.errors import ConfigError
 from kvcore.sides import ToolError
+from tests.helpers import BACKENDS
 
 DEMO_S = 100.0
 STORES = {"rooms": 0, "last_words": 0}
+USED = Used("local 0.1.0", ("local",))
 
 
 def demo(*options: str, limit_s: float = DEMO_S, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -46,7 +48,8 @@ def result(expected: tuple[int, ...], generated: tuple[int, ...]) -> PromptResul
 
 def report(**changes: object) -> Report:
     end = Ended("FAILED", "no more", "aborted", "decode")
-    whole = Report(Settings(), (result((1, 2), (1, 2)),), {"prefill": end, "decode": end}, {"prefill": STORES, "decode": STORES})
+    both = {"prefill": end, "decode": end}, {"prefill": STORES, "decode": STORES}, {"prefill": USED, "decode": USED}
+    whole = Report(Settings(), (result((1, 2), (1, 2)),), *both)  # type: ignore[arg-type]
     return replace(whole, **changes)  # type: ignore[arg-type]
 
 
@@ -181,6 +184,7 @@ def test_all_as_it_should_be_is_ok() -> None:
         ({"ended": {"decode": Ended("FAILED", "late", "timeout", "decode")}}, r"the aborted room is FAILED on decode \(late\)"),
         ({"ended": {"prefill": Ended("FAILED", "mine", "aborted", "prefill")}}, r"FAILED on prefill \(mine\)"),
         ({"stores": {"decode": {"rooms": 0, "tickets": 2}}}, "stores of decode are not empty: tickets 2"),
+        ({"used": {"prefill": USED, "decode": Used("x", ("local", "nixl"))}}, "decode has imported other backends too: nixl"),
     ],
 )
 def test_what_does_not_hold_is_named_in_the_last_line(changes: dict[str, object], text: str) -> None:
@@ -333,11 +337,15 @@ def test_without_torch_the_demo_says_what_to_install(monkeypatch: pytest.MonkeyP
 # --- the whole of it
 
 
-def test_the_demo_moves_a_real_models_pages_and_every_token_is_equal() -> None:
-    ended = demo("--json", "--max-new-tokens", "8")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_demo_moves_a_real_models_pages_and_every_token_is_equal(backend: str) -> None:
+    ended = demo("--json", "--max-new-tokens", "8", "--backend", backend)
     assert (ended.returncode, ended.stderr) == (0, "")
     found = json.loads(ended.stdout)
     assert found["ok"] is True
+    assert found["backend"] == backend and re.search(r"\w+ \d+\.\d", found["engine"])
+    assert found["imported_backends"] == {"prefill": [backend], "decode": [backend]}
+    assert found["bytes"] == sum(prompt["bytes"] for prompt in found["prompts"]) > 0
     assert found["summary"] == "ok: 20 of 20 prompts equal, 1 room aborted, all stores empty"
     for prompt in found["prompts"]:
         assert prompt["generated_tokens"] == prompt["expected_tokens"]

@@ -65,8 +65,8 @@ class Ways:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a floor came to. ``tried``: the best rate of each way, in the measurement's unit. The rest is of the fastest way: of each turn its
-    rate, and CPU seconds by side."""
+    """What a floor came to. ``tried``: the best rate of each way, in the measurement's unit. The rest is of the fastest way: of each turn
+    its rate, and CPU seconds by side."""
 
     way: str
     tried: dict[str, float]

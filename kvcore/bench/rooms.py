@@ -37,8 +37,8 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """The engine alone, with as many transfers in flight: its fastest way, the best rate of each way when it was tried, and what part of its
-    rate kvcore has, which is the median over turns that followed each other."""
+    """The engine alone, with as many transfers in flight: its fastest way, the best rate of each way when it was tried, and what part of
+    its rate kvcore has, which is the median over turns that followed each other."""
 
     way: str
     tried_per_s: dict[str, float]

@@ -70,7 +70,8 @@ def demo(
 def lines(report: Report) -> Iterator[str]:
     """The report for people, ending with its summary."""
     settings = report.settings
-    yield f"model {settings.model}, backend {settings.backend}, {settings.page_size} tokens a page; prefill and decode are processes"
+    moved_by = f"backend {settings.backend} ({report.engine})"
+    yield f"model {settings.model}, {moved_by}, {settings.page_size} tokens a page; prefill and decode are processes"
     yield "room tokens pages       bytes ms moving ms total  equal  prompt -> generated"
     for room, prompt in enumerate(report.prompts):
         yield f"{room:>4} {_row(prompt)}"

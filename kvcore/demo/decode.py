@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import kvcore
 from kvcore.demo.messages import Begin, Generated, Settings
 from kvcore.demo.models import Loaded, greedy, load
-from kvcore.demo.rooms import abort_pages, clear_all, context_pages, ended, limits, pool_for, succeeded
+from kvcore.demo.rooms import abort_pages, clear_all, context_pages, ended, limits, pool_for, succeeded, used
 from kvcore.handles import Receiver
 from kvcore.integrations.transformers import PagedKV
 from kvcore.sides import Close, Link, ToolError
@@ -41,6 +41,7 @@ def run(settings: Settings, link: Link) -> None:
         link.tell(ended(aborted.receiver))
         rooms = [(request.receiver, request.pages) for request in (*requests, aborted)]
         link.tell(clear_all(manager, kv, rooms, settings.patience_s))
+        link.tell(used(settings.backend))
         link.hear(Close)
 
 

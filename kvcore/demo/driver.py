@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from kvcore.demo.messages import Begin, Ended, Expected, Generated, Ready, Settings, Stores
+from kvcore.demo.messages import Begin, Ended, Expected, Generated, Ready, Settings, Stores, Used
 from kvcore.demo.report import PromptResult, Report
 from kvcore.demo.worker import work
 from kvcore.progress import Watch
@@ -23,6 +23,7 @@ def run_demo(settings: Settings, watch: Watch) -> Report:
         generated = [sides.hear("decode", Generated) for _ in ready.lengths]
         ended = sides.hear_both(Ended)
         stores = {side: found.sizes for side, found in sides.hear_both(Stores).items()}
+        used = sides.hear_both(Used)
         sides.close()
     prompts = [PromptResult(*fields) for fields in zip(ready.texts, ready.lengths, expected, generated, strict=True)]
-    return Report(settings, tuple(prompts), ended, stores)
+    return Report(settings, tuple(prompts), ended, stores, used)

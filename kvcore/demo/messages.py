@@ -73,3 +73,11 @@ class Stores:
     """From both: the size of each store of rooms after all rooms were cleared."""
 
     sizes: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """From both: the engine that moved the pages, with its version, and the names of all backends that the process has imported."""
+
+    engine: str
+    imported: tuple[str, ...]

@@ -12,7 +12,7 @@ import kvcore
 from kvcore.demo.messages import Expected, Ready, Settings
 from kvcore.demo.models import Loaded, fill, greedy, load
 from kvcore.demo.prompts import Prompt, default_prompts, prompts_from
-from kvcore.demo.rooms import abort_pages, clear_all, context_pages, ended, limits, pool_for, succeeded
+from kvcore.demo.rooms import abort_pages, clear_all, context_pages, ended, limits, pool_for, succeeded, used
 from kvcore.handles import Sender
 from kvcore.integrations.transformers import PagedKV
 from kvcore.sides import Close, Link, ToolError
@@ -55,6 +55,7 @@ def run(settings: Settings, link: Link) -> None:
         aborted.sender.wait(settings.patience_s)
         link.tell(ended(aborted.sender))
         link.tell(clear_all(manager, kv, [(job.sender, job.pages) for job in (*jobs, aborted)], settings.patience_s))
+        link.tell(used(settings.backend))
         link.hear(Close)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcore.demo.messages import Ended, Expected, Generated, Settings
+from kvcore.demo.messages import Ended, Expected, Generated, Settings, Used
 from kvcore.states import Side
 
 
@@ -41,12 +41,13 @@ class PromptResult:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The whole demo: all prompts, how the aborted room ended on both sides, and the stores of rooms left on both."""
+    """The whole demo: all prompts, how the aborted room ended on both sides, the stores of rooms left on both, and what they used."""
 
     settings: Settings
     prompts: tuple[PromptResult, ...]
     ended: dict[Side, Ended]
     stores: dict[Side, dict[str, int]]
+    used: dict[Side, Used]
 
     @property
     def problems(self) -> list[str]:
@@ -66,7 +67,20 @@ class Report:
             held = ", ".join(f"{name} {size}" for name, size in sizes.items() if size)
             if held:
                 found.append(f"stores of {side} are not empty: {held}")
+        for side, its in self.used.items():
+            if others := ", ".join(name for name in its.imported if name != self.settings.backend.partition("@")[0]):
+                found.append(f"{side} has imported other backends too: {others}")
         return found
+
+    @property
+    def engine(self) -> str:
+        """What moved the pages, with its version."""
+        return self.used["prefill"].engine
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that decode received for all prompts."""
+        return sum(prompt.generated.nbytes for prompt in self.prompts)
 
     @property
     def summary(self) -> str:
@@ -83,11 +97,14 @@ class Report:
             "summary": self.summary,
             "model": self.settings.model,
             "backend": self.settings.backend,
+            "engine": self.engine,
+            "bytes": self.nbytes,
             "page_size": self.settings.page_size,
             "prompts": [prompt.as_json() for prompt in self.prompts],
             "aborted": {
                 side: {"state": end.state, "reason": end.reason, "code": end.code, "origin": end.origin} for side, end in self.ended.items()
             },
             "stores": self.stores,
+            "imported_backends": {side: list(its.imported) for side, its in self.used.items()},
             "problems": self.problems,
         }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Sequence
 
 import kvcore
-from kvcore.demo.messages import Ended, Stores
+from kvcore import registry
+from kvcore.demo.messages import Ended, Stores, Used
 from kvcore.demo.models import Loaded
 from kvcore.handles import Handle
 from kvcore.integrations.transformers import PagedKV
@@ -71,6 +73,14 @@ def clear_all(manager: kvcore.KVManager, kv: PagedKV, rooms: Sequence[tuple[Hand
     while any(_sizes(manager).values()) and time.monotonic() < deadline:
         pause.wait(0.05)
     return Stores(_sizes(manager))
+
+
+def used(backend: str) -> Used:
+    """What moved the pages, for the driver. A backend that tells no facts is its own engine."""
+    plugins, _, info = registry.plugin_manager(kvcore.load_backend(backend))
+    engine = next((fact.value for fact in plugins.hook.kvcore_facts() if fact.name == "engine"), f"{info.name} {info.version}")
+    imported = (one.name for one in kvcore.list_backends() if one.entry_point.partition(":")[0] in sys.modules)
+    return Used(engine, tuple(imported))
 
 
 def _sizes(manager: kvcore.KVManager) -> dict[str, int]:

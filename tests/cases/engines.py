@@ -81,7 +81,7 @@ def shared(engine: str, **limits: float | None) -> Iterator[Shared]:
             stack.callback(one.plan.heal)
         else:
             one = stack.enter_context(duo(engine, **limits))
-        pair = Shared(one.prefill, one.decode, one.source, one.target, one.plan, one.backend)
+        pair = Shared(one.prefill, one.decode, one.source, one.target, one.plan)
         pair.prefill.add_observer(pair.watch)
         pair.pair()
         pair.tidy()

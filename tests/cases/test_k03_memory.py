@@ -31,6 +31,7 @@ from tests.helpers import (
     duo,
     ended,
     full_stores,
+    meet,
     memory,
     number,
     stays,
@@ -298,13 +299,6 @@ class Late:
         proved(self.sender, receiver)
         assert receiver.record is None and (self.moment == "written" or self.pair.untouched(self.pages))
         return reason
-
-
-def meet(pair: Duo) -> None:
-    """Have the two paired without a room that prefill's limits could end."""
-    with pair.decode.receiver(number(), pair.prefill.address):
-        wait_until(lambda: full_stores(pair.prefill).get("waiting_joins"))
-    pair.stores_empty()
 
 
 def test_c26_a_process_that_was_frozen_past_the_hold_fails_when_it_goes_on(crew: Crew) -> None:

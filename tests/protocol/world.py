@@ -240,8 +240,10 @@ def may_open(scope: Scope, procs: tuple[Proc, ...], index: int, request: int) ->
     first = _goes_first(procs, request)
     if request > newest and "S" in first:
         # if both sides' ended unpaired, within orphan_s: the marks still stand, and stand at every rank an unpaired abort may reach
-        ready = not _late(procs, request) and not _unmarked(procs)
+        ready = not _late(procs, request) and not any(_unmarked(procs, other, request) for other in procs)
         return ready and proc.side == "S"
+    if "S" in first and _unmarked(procs, proc, request):
+        return False  # a sender rank that comes too late: within orphan_s is said to each
     return not first or proc.side in first or any(other.side not in first and other.use(request) for other in procs)
 
 
@@ -264,11 +266,17 @@ def _late(procs: tuple[Proc, ...], request: int) -> bool:
     return expired and any(past.unpaired for proc in procs if proc.side == "R" for past in proc.lives if past.request == request - 1)
 
 
-def _unmarked(procs: tuple[Proc, ...]) -> bool:
-    """Whether an unpaired abort is on its way to a sender rank without a mark: then no order helps, only waiting does."""
-    asked = {drain.party.instance for proc in procs if proc.side == "R" for drain in proc.state.drains if not drain.sg}
-    unrouted = any(proc.state.unrouted for proc in procs if proc.side == "R")
-    return any(proc.side == "S" and not proc.state.marks and (unrouted or proc.instance in asked) for proc in procs)
+def _unmarked(procs: tuple[Proc, ...], proc: Proc, request: int) -> bool:
+    """Whether an unpaired abort of an older use is on its way to a sender rank without a mark: then only waiting helps."""
+    if proc.side == "R" or proc.state.marks:
+        return False
+    for other in procs:
+        if other.side == "R":
+            unpaired = [drain.rg for drain in other.state.drains if not drain.sg and drain.party.instance == proc.instance]
+            unpaired += [item.rg for item in other.state.unrouted]
+            if any(past.request < request for past in other.lives if past.generation in unpaired):
+                return True
+    return False
 
 
 def _all_expired(procs: tuple[Proc, ...]) -> bool:

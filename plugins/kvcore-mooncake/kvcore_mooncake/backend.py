@@ -6,14 +6,13 @@ core, give up after a while, and report a failure while the rest of them still r
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -33,9 +32,8 @@ ABLE = Capabilities(
 )  # fmt: skip
 FRESH_S = 1.0  # a peer that has taken a transfer within this time is not probed before the next
 CONNECT_S = 5.0  # to see, when a peer is paired, whether its engine's port can be reached
-LEAVE_S = 1.0  # how long kvcore_disconnect waits for what is in flight to a peer
-CLOSE_S = 3.0  # how long kvcore_close waits for calls of the engine that have not returned
-MOST_LANES, NOWHERE = 16, 0  # connections that an engine may have to a peer; an address that none ever registers
+LEAVE_S, CLOSE_S = 1.0, 3.0  # for what is in flight to a peer that is forgotten; for calls of the engine when it is closed
+MOST_QUEUED, NOWHERE = 65535, 0  # writes that may wait for a peer; an address that no engine has registered
 CHECKS = 256  # most writes of a ticket that are looked at in one call of kvcore_poll
 
 
@@ -45,7 +43,7 @@ class Remote:
 
     name: str
     used: bool = False
-    heard: float = -math.inf
+    heard: float = 0.0
     probing: bool = False
 
 
@@ -91,7 +89,6 @@ class MooncakeBackend:
         """Load the library and start an engine; ``BackendLoadError`` with what is missing, ``ConfigError`` for a bad environment."""
         self._options, self._context = options, context
         self._library, self._engine, self._session = native.start(options, context)
-        self._most_queued = int(os.environ.get(native.QUEUE, 65535))
 
     @hookimpl
     def kvcore_register(self, regions: Sequence[Region]) -> None:
@@ -104,7 +101,7 @@ class MooncakeBackend:
             self._regions = list(regions)
             return
         codes = [self._engine.register_memory(one.ptr, one.nbytes) for one in regions]  # which it was, the engine does not tell
-        self._engine.batch_unregister_memory(addresses)
+        self._engine.batch_unregister_memory([ptr for ptr, refused in zip(addresses, codes, strict=True) if not refused])
         raise RegistrationError(
             f"backend 'mooncake' could not register {len(regions)} regions ({native.meaning(code)}): "
             + ", ".join(f"region {n} at {addresses[n]:#x} ({native.meaning(code)})" for n, code in enumerate(codes) if code)
@@ -158,7 +155,7 @@ class MooncakeBackend:
             if remote is None:
                 return _failed(f"peer {transfer.peer} is not connected", peer_broken=True)
             queued = sum(job.unposted + len(job.running) for job in self._jobs if job.remote is remote)
-            if remote.probing or (queued and queued + size > self._most_queued):
+            if remote.probing or (queued and queued + size > MOST_QUEUED):
                 return RETRY
             remote.probing = probe = time.monotonic() - remote.heard > FRESH_S
             self._jobs.add(job := Job(transfer.room, transfer.peer, remote, size))
@@ -248,18 +245,16 @@ class MooncakeBackend:
     def _hang_up(self, remote: Remote) -> None:
         """Have the engine close its connections to a peer, which it does when one fails: by writes that every engine refuses."""
         if self._options.protocol == "tcp" and self._regions:
-            refused = remote.name, self._regions[0].ptr, NOWHERE, 1
-            writes = [self._engine.transfer_submit_write(*refused) for _ in range(MOST_LANES)]
+            lanes = 16 if "MC_TCP_LANES_PER_PEER" in os.environ else 4  # the most it allows; what it has by itself
+            writes = [self._engine.transfer_submit_write(remote.name, self._regions[0].ptr, NOWHERE, 1) for _ in range(lanes)]
             with self._lock:
                 self._jobs.add(Job(None, "", remote, 0, deque(filter(None, writes))))
-
-    # --- with the lock held
 
     def _runs(self, peer: str) -> bool:
         return any(self._look(job) is PENDING for job in list(self._jobs) if job.peer == peer)
 
     def _look(self, job: Job) -> TicketState:
-        """A job's state. The engine frees a write that it has reported ended, so none is asked for twice."""
+        """With the lock held: a job's state. The engine frees a write that it has reported ended, so none is asked for twice."""
         if job.unposted or job.state is not PENDING:
             return job.state
         for _ in range(CHECKS):
@@ -273,14 +268,14 @@ class MooncakeBackend:
         return PENDING
 
     def _end(self, job: Job) -> TicketState:
-        """Book the end of a job of which nothing runs any more. A write that failed may still be on its way in the network."""
+        """With the lock held: book the end of a job of which nothing runs. A write that failed may still be on its way in the network."""
         self._jobs.discard(job)
         self._ended.notify_all()
         job.state = job.problem or DONE
         if job.failed:
-            why = job.problem.reason if job.problem else f"{job.failed} writes to {job.remote.name} failed in the engine; see its own log"
-            job.state = _failed(why, quiescent=False)
-        job.remote.heard = time.monotonic() if job.state is DONE else -math.inf
+            failure = _failed(f"{job.failed} writes to {job.remote.name} failed in the engine; see its own log")
+            job.state = replace(job.problem or failure, quiescent=False)
+        job.remote.heard = time.monotonic() if job.state is DONE else 0.0
         return job.state
 
 

@@ -13,18 +13,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvcore import BackendLoadError, ConfigError
 from kvcore.addresses import Address
+from kvcore.errors import BackendLoadError, ConfigError, cause
 from kvcore.hookspecs import Fact, OpenContext
 from kvcore_mooncake.options import P2P, MooncakeOptions
 
-OLDEST = "0.3.13"  # since then a TCP write is done when its bytes are in place (R6), and connections are used again
+OLDEST = [0, 3, 13]  # since then a TCP write is done when its bytes are in place (R6), and connections are used again
 CALLS = ("batch_register_memory", "batch_unregister_memory", "send_probe", "transfer_submit_write", "transfer_check_status")
 INSTALL = "pip install kvcore-mooncake[cpu] (or [cuda], [cuda13], [rocm], [npu], [efa])"
 DEBIAN = {"libibverbs": "libibverbs1", "librdmacm": "librdmacm1", "libnuma": "libnuma1", "libcurl": "libcurl4"}
 MEMORY = {"SUPPORT_CUDA": ("cuda",), "SUPPORT_HIP": ("cuda", "rocm")}
 CODES = {-1: "invalid argument", -3: "not registered", -7: "overlaps what is registered", -101: "unknown name", -102: "no connection"}
-POOL, QUEUE = "MC_TCP_ENABLE_CONNECTION_POOL", "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"
+NEEDED = {"MC_TCP_ENABLE_CONNECTION_POOL": "1", "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535"}
 TIMEOUTS = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC")
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
@@ -40,11 +40,10 @@ def load() -> tuple[ModuleType, str]:
     try:
         library = importlib.import_module("mooncake.engine")
     except ImportError as error:
-        what = " ".join(str(error).split())
-        raise BackendLoadError(f"backend 'mooncake' cannot load {label} ({what}); {_remedy(str(error))}") from error
+        raise BackendLoadError(f"backend 'mooncake' cannot load {label} ({cause(error)}); {_remedy(str(error))}") from error
     lacks = "".join(f", which lacks {name}" for name in CALLS if not hasattr(library.TransferEngine, name))
-    if lacks or any(_numbers(version) < _numbers(OLDEST) for version in found.values()):
-        raise BackendLoadError(f"backend 'mooncake' needs Mooncake {OLDEST} or newer, and this is {label}{lacks}; upgrade: {INSTALL}")
+    if lacks or any(list(map(int, re.findall(r"\d+", version)[:3])) < OLDEST for version in found.values()):
+        raise BackendLoadError(f"backend 'mooncake' needs Mooncake 0.3.13 or newer, and this is {label}{lacks}; upgrade: {INSTALL}")
     return library, label
 
 
@@ -53,10 +52,6 @@ def installed() -> dict[str, str]:
     """The distributions that have the library, and their versions. Its wheels share one package, so of several the last one prevails."""
     found = importlib.metadata.packages_distributions().get("mooncake", [])
     return {name: importlib.metadata.version(name) for name in sorted(set(found))}
-
-
-def _numbers(version: str) -> list[int]:
-    return list(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def _remedy(error: str) -> str:
@@ -89,9 +84,7 @@ def start(options: MooncakeOptions, context: OpenContext) -> tuple[ModuleType, A
         code = engine.initialize(host if alone else context.instance, options.metadata_server, options.protocol, ",".join(options.devices))
     if code:
         asked, devices = options.model_dump(exclude={"environment"}), rdma_devices() or "no RDMA device"
-        raise BackendLoadError(
-            f"backend 'mooncake': no engine starts with {asked} ({meaning(code)}; here is {devices}); correct these options"
-        )
+        raise BackendLoadError(f"backend 'mooncake': no engine starts with {asked} (code {code}; here is {devices}); correct these options")
     session = f"{host}:{engine.get_rpc_port()}" if alone else context.instance
     context.logger.info("%s with protocol %s as %s", version, options.protocol, session)
     return library, engine, session
@@ -102,7 +95,7 @@ def _wanted(options: MooncakeOptions, host: str) -> dict[str, str]:
     address = {} if options.metadata_server == P2P else {"MC_TCP_BIND_ADDRESS": host}
     wanted = address | ({"MC_USE_IPV6": "1"} if ":" in host else {})
     if options.protocol == "tcp":  # without the first, an RDMA device would be taken where there is one
-        wanted |= {"MC_FORCE_TCP": "1", POOL: "1", QUEUE: "65535"} | dict.fromkeys(TIMEOUTS, str(options.timeout_s))
+        wanted |= {"MC_FORCE_TCP": "1"} | NEEDED | dict.fromkeys(TIMEOUTS, str(options.timeout_s))
     if options.protocol == "rdma":  # without it, TCP would be taken where there is no device
         wanted["MC_FORCE_HCA"] = "1"
     return wanted | options.environment
@@ -121,8 +114,9 @@ def _prepare_environment(wanted: dict[str, str], log: logging.Logger) -> None:
             log.info("%s=%s of the process wins over %s", name, present, value)
     if os.environ.get("MC_TCP_PROTO") == "1":
         raise ConfigError("MC_TCP_PROTO=1 has the engine report writes as done before their bytes are in place; unset it")
-    if os.environ.get(POOL, "1") != "1":
-        raise ConfigError(f"{POOL}={os.environ[POOL]} makes a connection of each descriptor, and a thousand of them take seconds; unset it")
+    for name, value in NEEDED.items():  # else each write is a connection, and a thousand take seconds; or too many fail
+        if os.environ.get(name, value) != value:
+            raise ConfigError(f"{name}={os.environ[name]} makes the engine stall or fail when many pages are written at once; unset it")
     if "MC_FORCE_TCP" in os.environ and "MC_FORCE_HCA" in os.environ:
         raise ConfigError("MC_FORCE_TCP and MC_FORCE_HCA (protocol 'rdma') exclude each other; unset one, or choose the other protocol")
 
@@ -143,5 +137,5 @@ def facts() -> list[Fact]:
         return [*found, Fact("library", "cannot be loaded", str(error))]
     devices = rdma_devices()
     rdma = Fact("transports", f"tcp, rdma ({devices})") if devices else Fact("transports", "tcp", f"rdma needs a device in {RDMA_DEVICES}")
-    variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("MC_") and name not in _ours]
-    return [*found, Fact("memory", kinds), rdma, Fact("environment", ", ".join(variables) or "no MC_ variable is set")]
+    variables = ", ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("MC_"))
+    return [*found, Fact("memory", kinds), rdma, Fact("environment", variables)]

@@ -17,38 +17,28 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvcore import BackendInfo, Capabilities, ConfigError, Endpoint, Region, RegistrationError, TicketKind, TicketState, Transfer, hookimpl
 from kvcore.hookspecs import DONE, PENDING, Fact, OpenContext, Peer
 from kvcore.memory import PoolGeometry
 from kvcore.page_lists import PageList, page_lists
-from kvcore.states import RoomKey
+from kvcore.planner import I32, U64
 from kvcore_nixl import __version__, native
 from kvcore_nixl.facts import facts
 from kvcore_nixl.options import NixlOptions
 
+# Over shared memory a post is the copy itself, so it blocks. Over TCP a dead writer's last bytes may still wait in a socket here.
 ABLE = Capabilities(
-    memory=frozenset({"cpu", "cuda", "rocm"}),
-    blocking=True,  # over shared memory a post is the copy itself
-    needs_progress=True,
-    needs_process_to_write=False,  # over TCP a dead writer's last bytes may still wait in a socket here
-    descriptors="pages",
-    max_descriptors=4096,
-    max_bytes=64 << 20,
-)
-DIGEST_BYTES = 32
-LEAVE_S = 1.0
-"""How long ``kvcore_disconnect`` waits for what is in flight to a peer."""
-MINE = "NIXL_INIT_AGENT"
-"""NIXL's name for the memory of the agent that makes a request."""
+    memory=frozenset({"cpu", "cuda", "rocm"}), blocking=True, needs_progress=True, needs_process_to_write=False,
+    descriptors="pages", max_descriptors=4096, max_bytes=64 << 20,
+)  # fmt: skip
+LEAVE_S = 1.0  # how long a disconnect waits for what is in flight
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request that was posted: a ticket. ``room`` is None once nobody asks for it; it is kept until it has ended all the same."""
+    """A request that was posted: a ticket. Kept until it has ended, whether or not anybody still asks for it."""
 
-    room: RoomKey | None
     peer: str
     handle: Any
     state: TicketState = PENDING
@@ -58,16 +48,16 @@ class Job:
 class Agent:
     """This agent's memory, or a peer's that is loaded: kind and device number of each region, and the lists prepared of its pools."""
 
-    name: str
+    name: str  # as NIXL has it
     kinds: list[str]
-    devices: npt.NDArray[np.uint64]
+    devices: U64
     prepared: dict[str, tuple[PageList, Any]] = field(default_factory=dict)
     metadata: bytes = b""
     leaving: bool = False  # to be unloaded when its last job ends
     broken: bool = False  # NIXL says that the connection is; it stays so until the peer is loaded anew
 
     @classmethod
-    def of(cls, name: str, pools: Sequence[PoolGeometry], regions: Sequence[Region]) -> Agent:
+    def of(cls, pools: Sequence[PoolGeometry], regions: Sequence[Region], name: str = "NIXL_INIT_AGENT") -> Agent:
         """``ConfigError`` for a pool of several kinds, since a request takes one."""
         places = [region.device.partition(":") for region in regions]
         kinds = ["DRAM" if place[0] == "cpu" else "VRAM" for place in places]
@@ -86,7 +76,7 @@ class NixlBackend:
         self._agent: Any = None
         self._engine: Callable[[], object] = lambda: None
         self._registered: list[Any] = []
-        self._mine = Agent.of(MINE, (), ())
+        self._mine = Agent.of((), ())
         self._peers: dict[str, Agent] = {}
         self._jobs: set[Job] = set()
 
@@ -113,7 +103,7 @@ class NixlBackend:
     @hookimpl
     def kvcore_register(self, regions: Sequence[Region]) -> None:
         """Register all regions, and prepare lists of their pages; none stays if one is refused (B3)."""
-        self._mine = mine = Agent.of(MINE, self._context.pools, regions)
+        self._mine = mine = Agent.of(self._context.pools, regions)
         with self._lock:
             try:
                 for region, kind, device in zip(regions, mine.kinds, mine.devices.tolist(), strict=True):
@@ -147,7 +137,7 @@ class NixlBackend:
         """Load a peer and prepare lists of its pages; ``ConnectionError`` if that is impossible. A decode side writes nothing."""
         if self._context.side == "decode":
             return
-        digest, metadata = peer.endpoint.data[:DIGEST_BYTES], peer.endpoint.data[DIGEST_BYTES:]
+        digest, metadata = peer.endpoint.data[:32], peer.endpoint.data[32:]
         if hashlib.sha256(peer.id.encode() + metadata).digest() != digest:
             raise ConnectionError(f"peer {peer.id} sent NIXL metadata that is damaged, or another's; have it pair again")
         with self._lock:
@@ -159,27 +149,25 @@ class NixlBackend:
                 raise ConnectionError(f"writes to peer {peer.id} as it was before have not ended; have it pair again later")
             self._unload(peer.id)
             try:
+                loaded = Agent.of(peer.pools, peer.regions, peer.id)
                 self._agent.add_remote_agent(metadata)
-                loaded = self._peers[peer.id] = Agent.of(peer.id, peer.pools, peer.regions)
-                loaded.metadata = metadata
+                loaded.metadata, self._peers[peer.id] = metadata, loaded
                 self._prepare(loaded, peer.pools, peer.regions)
             except Exception as error:
                 self._unload(peer.id)
-                raise ConnectionError(
-                    f"peer {peer.id} cannot be loaded ({native.told(error)}); run one version of NIXL on both sides"
-                ) from error
+                raise ConnectionError(f"peer {peer.id} cannot be loaded ({native.told(error)}); run one NIXL on both sides") from error
 
     @hookimpl
     def kvcore_disconnect(self, peer: str) -> bool:
         """Unload a peer, at once or when nothing is in flight to it any more. True if at once: only requests read a prefill side (R4)."""
         deadline = time.monotonic() + LEAVE_S
         with self._lock:
+            if peer in self._peers:
+                self._peers[peer].leaving = True
             while (busy := self._runs(peer)) and time.monotonic() < deadline:
                 self._lock.wait(0.01)  # lets others in; NIXL itself tells nobody
             if not busy:
                 self._unload(peer)
-            elif peer in self._peers:
-                self._peers[peer].leaving = True
         return not busy and self._context.side == "prefill"
 
     @hookimpl
@@ -193,57 +181,41 @@ class NixlBackend:
                 handle = self._request(transfer, peer)
             except Exception as error:
                 return self._failed(transfer.peer, error, quiescent=True)
-            self._jobs.add(job := Job(transfer.room, transfer.peer, handle))
+            self._jobs.add(job := Job(transfer.peer, handle))
             try:
                 state = self._look(job, self._agent.transfer(handle))
             except Exception as error:
-                job.room, state = None, self._failed(transfer.peer, error)
+                return self._failed(transfer.peer, error)
             return job if state is PENDING else state
 
     @hookimpl
     def kvcore_poll(self, tickets: Sequence[Job]) -> list[TicketState]:
-        """Ask for each request, which drives the engine too; all are pending while a post copies."""
-        return self._look_at(tickets)
+        """Drive the engine and ask for each request; all are pending while a post copies."""
+        if not self._lock.acquire(blocking=False):
+            return [PENDING] * len(tickets)
+        try:
+            self._agent.get_new_notifs()
+            return [self._look(job) for job in tickets]
+        finally:
+            self._lock.release()
 
     @hookimpl
     def kvcore_progress(self) -> None:
-        """Take in what peers write, and look after requests that nobody asks for."""
-        self._look_at([job for job in list(self._jobs) if job.room is None], drive=not self._options.progress_thread)
-
-    @hookimpl
-    def kvcore_clear(self, room: RoomKey) -> None:
-        """Ask no more for the room's requests; each is kept until it has ended."""
-        for job in list(self._jobs):
-            job.room = None if job.room == room else job.room
-
-    @hookimpl
-    def kvcore_held_rooms(self) -> list[RoomKey]:
-        """The rooms of requests that run."""
-        return list({job.room for job in list(self._jobs) if job.room})
+        """Take in what peers write, and look after requests that nobody asks for any more."""
+        self.kvcore_poll(list(self._jobs))
 
     @hookimpl
     def kvcore_close(self) -> None:
         """Stop the agent, and with it what still runs; ``RuntimeError`` if it goes on, since then nothing is proved (R3)."""
         with self._lock:
             for job in self._jobs:
-                job.handle = None  # it would keep the agent, whoever holds the ticket
-            self._jobs.clear()
+                job.handle = None  # the ticket is still held somewhere, and would keep the agent
             for peer in list(self._peers):
                 self._unload(peer)
             self.kvcore_unregister(())
-            self._agent = None
+            self._agent, self._jobs = None, set()
         if self._engine() is not None:
             raise RuntimeError("NIXL's agent goes on, since something still refers to it; keep the memory of what is in flight")
-
-    def _look_at(self, jobs: Sequence[Job], drive: bool = False) -> list[TicketState]:
-        if not self._lock.acquire(blocking=False):
-            return [PENDING] * len(jobs)
-        try:
-            if drive:
-                self._agent.get_new_notifs()
-            return [self._look(job) for job in jobs]
-        finally:
-            self._lock.release()
 
     # --- with the lock held
 
@@ -269,7 +241,7 @@ class NixlBackend:
         for pool, pages in page_lists(pools, regions, left).items():
             if len(pages) <= left:
                 left -= len(pages)
-                own = Agent.of("", (), pages.regions)
+                own = Agent.of((), pages.regions)
                 rows = np.stack((pages.address, pages.length, np.repeat(own.devices, pages.num_pages)), axis=1)
                 agent.prepared[pool] = pages, self._agent.prep_xfer_dlist(agent.name, rows, own.kinds[0])
 
@@ -280,13 +252,13 @@ class NixlBackend:
             (ours, mine), (theirs, its) = self._mine.prepared[name], peer.prepared[name]
             if local.size * len(ours.regions) < 2 * transfer.length.size:
                 return self._agent.make_prepped_xfer("WRITE", mine, ours.positions(local), its, theirs.positions(remote))
-        here, there = transfer.local_region, transfer.remote_region
-        sides = ((self._mine, here, transfer.local_address), (peer, there, transfer.remote_address))
-        lists = (
-            self._agent.get_xfer_descs(np.stack((address, transfer.length, agent.devices[region]), axis=1), agent.kinds[region[0]])
-            for agent, region, address in sides
-        )
-        return self._agent.initialize_xfer("WRITE", *lists, transfer.peer)
+        here = self._listed(self._mine, transfer.local_region, transfer.local_address, transfer.length)
+        there = self._listed(peer, transfer.remote_region, transfer.remote_address, transfer.length)
+        return self._agent.initialize_xfer("WRITE", here, there, peer.name)
+
+    def _listed(self, agent: Agent, region: I32, address: U64, length: U64) -> Any:
+        rows = np.stack((address, length, agent.devices[region]), axis=1)
+        return self._agent.get_xfer_descs(rows, agent.kinds[region[0]])
 
     def _look(self, job: Job, answer: str = "") -> TicketState:
         """A job's state; one that has ended is released and forgotten."""
@@ -303,12 +275,12 @@ class NixlBackend:
         self._jobs.discard(job)
         with contextlib.suppress(Exception):  # it has ended, whatever becomes of its memory
             self._agent.release_xfer_handle(job.handle)
+        job.handle = None  # it would keep the agent
         if job.peer in self._peers and self._peers[job.peer].leaving and not self._runs(job.peer):
             self._unload(job.peer)
         return job.state
 
     def _failed(self, peer: str, error: Exception, quiescent: bool = False) -> TicketState:
-        broken = native.lost(error)
-        if broken and peer in self._peers:
+        if native.lost(error) and peer in self._peers:
             self._peers[peer].broken = True
-        return TicketState(TicketKind.FAILED, f"NIXL says {native.told(error)}", quiescent, peer_broken=broken)
+        return TicketState(TicketKind.FAILED, f"NIXL says {native.told(error)}", quiescent, peer_broken=native.lost(error))

@@ -19,15 +19,13 @@ def facts() -> list[Fact]:
         return [Fact("engine", "missing", str(error))]
     package = str(library.nixl_agent.__module__).partition(".")[0]
     site = Path(sys.modules[package].__file__ or "").parent.parent
-    plugins = {path.stem.removeprefix("libplugin_"): _problem(path) for path in sorted(site.glob(f".{package}*/plugins/libplugin_*.so"))}
-    gpu = next(map(_problem, site.glob(f"{package}.libs/ucx/libuct_cuda.so*")), "")
-    rdma = ", ".join(native.rdma_devices())
+    paths = [*site.glob(f".{package}*/plugins/libplugin_*.so"), *site.glob(f"{package}.libs/ucx/libuct_cuda.so*")]
+    found = {path.name.partition(".")[0]: _problem(path) for path in sorted(paths)}
     return [
         Fact("engine", f"NIXL {version}"),
-        Fact("plugins", ", ".join(name for name, problem in plugins.items() if not problem)),
-        *(Fact(f"plugin {name}", problem, "install it if you mean to use this plugin") for name, problem in plugins.items() if problem),
-        Fact("transports of UCX", f"tcp, shared memory{f', rdma ({rdma})' if rdma else ''}"),
-        *([Fact("GPU memory", gpu, "install the driver")] if gpu else []),
+        Fact("plugins", ", ".join(name[10:] for name, problem in found.items() if name.startswith("libplugin_") and not problem)),
+        Fact("transports", ", ".join(["tcp", "shared memory", *(f"rdma on {device}" for device in native.rdma_devices())])),
+        *(Fact(name, problem, "install what is missing if you mean to use it") for name, problem in found.items() if problem),
     ]
 
 

@@ -13,8 +13,7 @@ from typing import Any
 from kvcore import BackendLoadError
 from kvcore_nixl.options import NixlOptions
 
-PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12", "nixl_rocm")
-"""The first is a chooser among the others, each a variant of the library."""
+PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12", "nixl_rocm")  # a chooser, and the variants of the library that it chooses among
 CALLS = (
     "create_backend", "register_memory", "deregister_memory", "get_agent_metadata", "add_remote_agent", "remove_remote_agent",
     "get_xfer_descs", "prep_xfer_dlist", "release_dlist_handle", "initialize_xfer", "make_prepped_xfer", "transfer", "check_xfer_state",
@@ -25,7 +24,7 @@ RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 def rdma_devices() -> list[str]:
-    """The host's RDMA devices."""
+    """The host's."""
     return sorted(path.name for path in RDMA_DEVICES.iterdir()) if RDMA_DEVICES.is_dir() else []
 
 
@@ -42,7 +41,12 @@ def prepare_environment(wanted: dict[str, str], log: logging.Logger) -> None:
 
 def load() -> tuple[Any, str]:
     """The library's module and version; ``BackendLoadError`` if there is none, or one that lacks a call."""
-    library = _import()
+    as_set = logging.raiseExceptions
+    library, log = _import(), logging.getLogger("nixl")
+    logging.raiseExceptions = as_set  # which is not the library's to change
+    log.handlers = [one for one in log.handlers if getattr(one, "stream", None) is not sys.stdout]  # where the program's results go
+    log.setLevel(log.level if "NIXL_LOG_LEVEL" in os.environ else logging.NOTSET)
+    log.propagate = True  # to where the program's log goes
     agent = getattr(library, "nixl_agent", None)
     package = getattr(agent, "__module__", library.__name__).partition(".")[0].replace("_", "-")
     try:
@@ -56,20 +60,13 @@ def load() -> tuple[Any, str]:
 
 
 def _import() -> Any:
-    tried, as_set = [], logging.raiseExceptions
+    tried = []
     for name in PACKAGES:
         try:
-            library = importlib.import_module(name)
+            return importlib.import_module(name)
         except Exception as error:
             tried.append(f"{name}: {told(error)}")
             last = error
-        else:
-            logging.raiseExceptions = as_set  # which is not the library's to change
-            log = logging.getLogger("nixl")  # goes to stdout, among the program's results: have it go where the program's log goes
-            log.handlers = [one for one in log.handlers if getattr(one, "stream", None) is not sys.stdout]
-            log.setLevel(log.level if "NIXL_LOG_LEVEL" in os.environ else logging.NOTSET)
-            log.propagate = True
-            return library
     raise BackendLoadError(f"backend 'nixl' finds no NIXL library ({'; '.join(tried)}); install one: {INSTALL}") from last
 
 

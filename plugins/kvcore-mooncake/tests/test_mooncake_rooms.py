@@ -1,0 +1,135 @@
+"""Rooms over Mooncake: many descriptors, peers that stand still, IPv6, idle processes, ends of processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from kvcore_mooncake.backend import ABLE
+from mooncake_pair import resources
+
+from kvcore import KVPoll
+from tests.helpers import Calls, Duo, duo, ended, wait_until
+from tests.processes.driver import ROOT, Child, PoolSpec, until
+from tests.processes.frozen import Engine, check_late_is_seen, check_nothing_late
+
+MOST = ABLE.max_descriptors or 0
+IDLE_S = 3.0
+SCRIPT = """
+import sys
+from tests.helpers import duo
+with duo("mooncake") as pair:
+    pair.transfer([3, 1], [2, 5])
+    if sys.argv[1] == "open":
+        sys.exit(0)
+"""
+
+
+def test_r3_r5_nothing_comes_late_from_or_to_a_peer_that_stands_still() -> None:
+    check_nothing_late(Engine("mooncake"))
+
+
+def test_what_comes_late_without_proof_is_seen() -> None:
+    check_late_is_seen(Engine("mooncake"))
+
+
+def test_more_descriptors_than_the_engine_takes_at_once() -> None:
+    pages = list(range(0, 2 * (2 * MOST + 500), 2))
+    with duo("mooncake", pages=pages[-1] + 1, layers=1) as pair:
+        pair.prefill.add_observer(calls := Calls())
+        pair.transfer(pages, pages[::-1])
+        sizes = [transfer.length.size for transfer in calls.transfers]
+        assert max(sizes) <= MOST and sum(sizes) >= len(pages) and len(sizes) >= 3
+        pair.stores_empty()
+
+
+def test_peers_and_managers_come_and_go_and_leave_nothing() -> None:
+    seen = []
+    with duo("mooncake") as lasting:
+        lasting.transfer([1], [2])
+        for _ in range(4):
+            with duo("mooncake") as pair:
+                pair.transfer([3], [5])
+                cross(lasting, pair)
+            wait_until(lambda: lasting.prefill.stats().stores["peers"] == 1)
+            seen.append(resources())
+            lasting.transfer([1], [2])
+        assert max(seen[1:]) <= seen[0], seen
+
+
+def cross(one: Duo, other: Duo) -> None:
+    """A room from one pair's prefill to the other's decode."""
+    sender = one.prefill.sender(7)
+    with sender, other.decode.receiver(7, one.prefill.address) as receiver:
+        receiver.receive([9])
+        sender.send([8], last=True)
+        ended(sender, KVPoll.SUCCESS)
+        ended(receiver, KVPoll.SUCCESS)
+
+
+@contextmanager
+def children(number: int) -> Iterator[list[Child]]:
+    found = [Child(backend="mooncake") for _ in range(number)]
+    try:
+        yield found
+    finally:
+        for child in found:
+            child.end()
+
+
+def moved(prefill: Child, decode: Child, room: int) -> bool:
+    sender, receiver = prefill.sender(room), decode.receiver(room, prefill)
+    receiver.receive([2])
+    sender.send([1], last=True)
+    well = (receiver.wait(20.0), sender.wait(20.0)) == ("SUCCESS", "SUCCESS")
+    sender.clear()
+    receiver.clear()
+    return well
+
+
+def test_over_ipv6_and_when_idle_a_process_takes_less_than_two_percent() -> None:
+    with children(2) as (prefill, decode):
+        prefill.start("prefill", host="::1")
+        decode.start("decode", host="::1")
+        until(lambda: moved(prefill, decode, 1), "a page is moved", 30.0)
+        both = (prefill, decode)
+        before = [child.work("cpu_s") for child in both]
+        threading.Event().wait(IDLE_S)
+        assert max(child.work("cpu_s") - was for child, was in zip(both, before, strict=True)) < 0.02 * IDLE_S
+
+
+@pytest.mark.parametrize("end", ["closed", "open"])
+def test_a_process_ends_well(end: str) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, end], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_20_killed_processes_and_200_managers_leave_nothing() -> None:
+    seen, sizes = [], []
+    with duo("mooncake", liveness_s=1.0, quarantine_s=7.0) as lasting, children(1) as (prefill,):
+        prefill.start("prefill", [PoolSpec("kv", 32, 64, 2)])
+        for room in range(20):
+            with children(1) as (guest,):
+                guest.start("decode", [PoolSpec("kv", 32, 64, 2)])
+                assert moved(prefill, guest, room)
+        until(lambda: prefill.work("stats")["stores"]["peers"] == 0, "killed peers are forgotten", 20.0)
+        for _ in range(100):
+            with duo("mooncake") as pair:
+                pair.transfer([3], [5])
+                cross(lasting, pair)
+            seen.append(resources())
+            sizes.append(resident())
+    assert max(seen[3:]) <= max(seen[:3]), seen
+    assert sizes[-1] - sizes[10] < 8 << 20, sizes
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096

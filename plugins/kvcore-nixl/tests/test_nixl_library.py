@@ -1,0 +1,180 @@
+"""The library: missing, broken, too old; its environment, its log, its plugins; and what the doctor tells of it."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from kvcore_nixl import native
+from kvcore_nixl.backend import NixlBackend
+from kvcore_nixl.options import NixlOptions
+from nixl_pair import Node, pair
+
+import kvcore
+from kvcore.hookspecs import DONE
+from tests.helpers import memory
+from tests.processes.driver import ROOT
+
+log = logging.getLogger("tests.nixl")
+
+
+def node(**options: object) -> Node:
+    return Node("prefill", "one", memory(4, 1, 4096), **options)
+
+
+# --- missing, broken, too old
+
+
+def test_b2_no_library_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in native.PACKAGES:
+        monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
+    with pytest.raises(
+        kvcore.BackendLoadError, match=r"finds no NIXL library \(nixl: .*nixl_cu13: .*pip install kvcore-nixl\[cu13\]"
+    ) as caught:
+        native.load()
+    assert isinstance(caught.value.__cause__, ImportError)
+
+
+def test_b2_a_library_that_lacks_a_shared_library_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in native.PACKAGES:
+        monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
+    monkeypatch.delitem(sys.modules, "nixl_cu12")
+    (tmp_path / "nixl_cu12.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(kvcore.BackendLoadError, match=r"nixl_cu12: ImportError: libcudart\.so\.12: cannot open"):
+        native.load()
+
+
+@pytest.mark.parametrize("left", [(), native.CALLS[:-1]])
+def test_b2_a_library_that_lacks_a_call_is_too_old(left: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = ModuleType("nixl")
+    if left:
+        fake.__dict__["nixl_agent"] = type("nixl_agent", (), {**dict.fromkeys(left), "__module__": "nixl._api"})
+    monkeypatch.setitem(sys.modules, "nixl", fake)
+    monkeypatch.setattr(metadata, "version", lambda package: f"0.9 of {package}")
+    with pytest.raises(kvcore.BackendLoadError, match=r"needs NIXL 1\.5 or newer, and NIXL 0\.9 of nixl .*lacks .*get_new_notifs; upgrade"):
+        native.load()
+
+
+def test_of_several_variants_one_that_works_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)  # type: ignore[arg-type]
+    _, version = native.load()
+    assert "(nixl-" in version and version[0].isdigit()
+
+
+# --- its environment
+
+
+@pytest.mark.parametrize("devices", [[], ["mlx5_0"]])
+def test_the_rdma_module_is_left_out_only_where_there_is_no_device(
+    devices: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for device in devices:
+        (tmp_path / device).mkdir()
+    monkeypatch.setattr(native, "RDMA_DEVICES", tmp_path)
+    monkeypatch.setattr(native.os, "environ", found := {"UCX_TLS": "tcp"})
+    native.prepare_environment({"UCX_LOG_LEVEL": "error"}, log)
+    assert found == {"UCX_TLS": "tcp", "UCX_LOG_LEVEL": "error"} | ({} if devices else {"UCX_MODULES": "^ib"})
+
+
+def test_what_the_process_has_set_wins_and_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(native, "RDMA_DEVICES", Path("/nowhere"))
+    monkeypatch.setattr(native.os, "environ", found := {"UCX_TLS": "tcp", "UCX_MODULES": "^cuda"})
+    with caplog.at_level(logging.INFO):
+        native.prepare_environment({"UCX_TLS": "rc"}, log)
+    assert found == {"UCX_TLS": "tcp", "UCX_MODULES": "^cuda"}
+    assert "UCX_TLS=tcp of the process wins over rc" in caplog.messages
+
+
+QUIET = """
+import logging, sys
+from kvcore_nixl import native
+logging.basicConfig(level=sys.argv[1], stream=sys.stderr, format="log: %(message)s")
+library, _ = native.load()
+library.nixl_agent("one", library.nixl_agent_config(backends=[]))
+assert logging.raiseExceptions
+"""
+
+
+@pytest.mark.parametrize(("level", "says"), [("WARNING", ""), ("INFO", "log: Initialized NIXL agent: one")])
+def test_the_librarys_log_goes_where_the_programs_goes(level: str, says: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", QUIET, level], cwd=ROOT, capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (0, b""), ended.stderr.decode()
+    assert ended.stderr.decode().strip() == says
+
+
+# --- plugins and options
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"plugin": "POSIX"}, r"plugin 'POSIX' with \{\} did not start, or reaches no other agent"),
+        ({"plugin": "NOPE"}, r"plugin 'NOPE' .*NotFound.*NIXL has .*POSIX, UCX: choose one that moves memory"),
+        ({"plugin": "GDS"}, r"plugin 'GDS' .*did not start"),
+    ],
+)
+def test_a_plugin_that_is_none_or_moves_no_memory_is_refused(options: dict[str, str], says: str) -> None:
+    with pytest.raises(kvcore.BackendLoadError, match=says):
+        node(**options)
+
+
+def test_options_reach_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[str, dict[str, str]]] = []
+    library, _ = native.load()
+    original = library.nixl_agent.create_backend
+
+    def create_backend(self: object, name: str, parameters: dict[str, str]) -> None:
+        given.append((name, parameters))
+        original(self, name, parameters)
+
+    monkeypatch.setattr(library.nixl_agent, "create_backend", create_backend)
+    with pair(workers=2, threads=2, progress_thread=True, plugin_options={"num_workers": "3"}) as both:
+        assert both.ended(both.post([3], [1])) == DONE
+    assert given[0] == ("UCX", {"num_workers": "3", "num_threads": "2"})
+    options = NixlOptions(devices=("mlx5_0:1", "mlx5_1:1"), plugin_options={"a": "b"})
+    agent = SimpleNamespace(create_backend=lambda *args: given.append(args), get_agent_metadata=lambda: b"")
+    fake = SimpleNamespace(
+        nixl_agent=lambda name, config: agent,
+        nixl_agent_config=lambda **settings: settings,
+        nixl_thread_sync_t=library.nixl_thread_sync_t,
+    )
+    native.new_agent(fake, "one", options)
+    native.new_agent(fake, "one", options.model_copy(update={"plugin": "OTHER"}))
+    assert given[-2:] == [("UCX", {"ucx_devices": "mlx5_0:1,mlx5_1:1", "num_workers": "1", "a": "b"}), ("OTHER", {"a": "b"})]
+
+
+# --- what the doctor tells
+
+
+def test_facts_name_engine_plugins_and_transports() -> None:
+    found = {fact.name: fact for fact in NixlBackend().kvcore_facts()}
+    assert found["engine"].value.startswith("NIXL 1.") and "(nixl-" in found["engine"].value
+    assert "UCX" in found["plugins"].value.split(", ")
+    assert found["transports"].value.startswith("tcp, shared memory")
+    for name, fact in found.items():
+        assert not name.startswith("lib") or (fact.value and fact.advice)
+
+
+def test_facts_of_a_missing_engine_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in native.PACKAGES:
+        monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
+    (fact,) = NixlBackend().kvcore_facts()
+    assert (fact.name, fact.value) == ("engine", "missing") and "pip install" in fact.advice
+
+
+LOADS = """
+import sys, kvcore
+kvcore.load_backend("nixl")
+assert not {"nixl", *native.PACKAGES} & {*sys.modules}
+"""
+
+
+def test_choosing_and_checking_it_loads_no_nixl() -> None:
+    code = LOADS.replace("native.PACKAGES", repr(native.PACKAGES))
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=True)

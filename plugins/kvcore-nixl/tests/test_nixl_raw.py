@@ -1,0 +1,27 @@
+"""The floor of ``kvcore bench``: each way moves every byte, which the measurement compares; over TCP, and over shared memory."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from kvcore_nixl.raw import WAYS
+
+from tests.commands import kvcore
+
+BANDWIDTH = ("bandwidth", "--page-bytes", "4096", "--room-bytes", "100000", "--repeats", "1")
+ROOMS = ("rooms", "--page-bytes", "4096", "--rooms", "20", "--in-flight", "8", "--repeats", "1")
+
+
+@pytest.mark.parametrize(("arguments", "unit", "over"), [(BANDWIDTH, "gb_per_s", "tcp"), (ROOMS, "per_s", "")], ids=["bandwidth", "rooms"])
+def test_every_way_of_nixl_is_tried_beside_kvcore(
+    arguments: tuple[str, ...], unit: str, over: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if over:
+        monkeypatch.setenv("UCX_TLS", over)
+    done = kvcore("bench", *arguments, "--backend", "nixl", "--json", "-")
+    assert (done.returncode, done.stderr) == (0, "")
+    (one,) = json.loads(done.stdout)["results"]
+    tried = one["raw"][f"tried_{unit}"]
+    assert tuple(tried) == tuple(WAYS) and min(tried.values()) > 0
+    assert one["raw"]["way"] in tried and one["raw"]["kvcore_share"] > 0
