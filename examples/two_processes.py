@@ -5,6 +5,7 @@ terminals, in either order.
 """
 
 import multiprocessing
+import multiprocessing.connection
 import sys
 
 import numpy as np
@@ -80,12 +81,21 @@ def decode(port):
 def main():
     side, port = (sys.argv[1:2] or ["both"])[0], int((sys.argv[2:3] or [PORT])[0])
     if side == "both":
-        other = multiprocessing.get_context("spawn").Process(target=prefill, args=(port,), daemon=True)
-        other.start()
-        decode(port)
-        other.join()
-        sys.exit(other.exitcode)
+        sys.exit(run_both(port))
     (prefill if side == "prefill" else decode)(port)
+
+
+def run_both(port):
+    """Both sides in processes of their own; if one fails, nothing is left for the other to wait for."""
+    spawn = multiprocessing.get_context("spawn")
+    sides = [spawn.Process(target=side, args=(port,), daemon=True) for side in (prefill, decode)]
+    for process in sides:
+        process.start()
+    while running := [process.sentinel for process in sides if process.exitcode is None]:
+        multiprocessing.connection.wait(running)
+        if any(process.exitcode for process in sides):
+            return 1  # the other one is a daemon, and ends with this process
+    return 0
 
 
 if __name__ == "__main__":

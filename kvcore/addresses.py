@@ -8,7 +8,7 @@ import re
 import socket
 from dataclasses import dataclass
 
-from kvcore.errors import ConfigError
+from kvcore.errors import ConfigError, shown
 
 log = logging.getLogger("kvcore.addresses")
 
@@ -97,12 +97,12 @@ def _checked(host: str, what: str, text: str, form: str) -> str:
     if ":" in host:
         return _checked_ipv6(host, what, text, form)
     if len(host) > 253 or not _NAME.fullmatch(host):
-        raise _refusal(what, text, f"{host!r} is not a host name", form)
+        raise _refusal(what, text, f"{shown(host)} is not a host name", form)
     if host.replace(".", "").isdigit():
         try:
             ipaddress.IPv4Address(host)
         except ValueError as error:
-            raise _refusal(what, text, f"{host!r} is not an IPv4 address", form) from error
+            raise _refusal(what, text, f"{shown(host)} is not an IPv4 address", form) from error
     return host
 
 
@@ -111,11 +111,11 @@ def _checked_ipv6(host: str, what: str, text: str, form: str) -> str:
     try:
         ipaddress.IPv6Address(address)
     except ValueError as error:
-        raise _refusal(what, text, f"{host!r} is not an IPv6 address", form) from error
+        raise _refusal(what, text, f"{shown(host)} is not an IPv6 address", form) from error
     if percent and not _SCOPE.fullmatch(scope):
-        raise _refusal(what, text, f"{scope!r} is not the name of an interface", form)
+        raise _refusal(what, text, f"{shown(scope)} is not the name of an interface", form)
     return host
 
 
 def _refusal(what: str, text: object, reason: str, form: str) -> ConfigError:
-    return ConfigError(f"{what} must be {form}; got {text!r} ({reason})")
+    return ConfigError(f"{what} must be {form}; got {shown(text)} ({reason})")

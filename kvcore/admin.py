@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from kvcore.errors import KVCoreError
+from kvcore.errors import KVCoreError, shown
 from kvcore.http import Refusal
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def admin_app(watched: Watched) -> web.Application:
     async def room(request: web.Request) -> web.Response:
         number, attempt = request.match_info["number"], request.query.get("attempt", "0")
         if not (number.isascii() and number.isdigit() and attempt.isascii() and attempt.isdigit()):
-            raise Refusal(400, f"room {number!r} attempt {attempt!r}: pass decimal numbers")
+            raise Refusal(400, f"room {shown(number)} attempt {shown(attempt)}: pass decimal numbers")
         try:
             return web.Response(text=watched.story(int(number), int(attempt)))
         except (KVCoreError, ValueError) as error:

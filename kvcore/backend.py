@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 
 from kvcore import addresses, registry
 from kvcore.config import Config
-from kvcore.errors import BackendLoadError, ConfigError, KVCoreError, RegistrationError
+from kvcore.errors import MOST_SHOWN, BackendLoadError, ConfigError, KVCoreError, RegistrationError, cause, one_line, shown
 from kvcore.exclusive import OneAtATime
 from kvcore.hookspecs import Hooks, OpenContext
 from kvcore.memory import PoolGeometry, Region
@@ -34,7 +34,9 @@ class Backend:
         unfit = sorted(kinds - self.info.capabilities.memory)
         if unfit:
             able = sorted(self.info.capabilities.memory)
-            raise ConfigError(f"backend {self.info.name!r} moves {able} memory and the pools lie in {unfit}; choose a backend for it")
+            raise ConfigError(
+                f"backend {shown(self.info.name)} moves {able} memory and the pools lie in {shown(unfit)}; choose a backend for it"
+            )
         host = addresses.parse_host(config.host, "host")
         bind = addresses.parse_host(config.bind or config.host, "bind")
         logger = logging.getLogger(f"kvcore.backends.{self.info.name}")
@@ -60,8 +62,8 @@ class Backend:
         fault = _fault(self.hooks.kvcore_open, options=self._options, context=context)
         if fault is not None:
             raise BackendLoadError(
-                f"backend {self.info.name!r} {self.info.version} did not start as {context.side} rank {context.rank} "
-                f"on host {context.host!r}, bind {context.bind!r}: kvcore_open {fault.text}; "
+                f"backend {shown(self.info.name)} {one_line(self.info.version, MOST_SHOWN)} did not start "
+                f"as {context.side} rank {context.rank} on host {context.host!r}, bind {context.bind!r}: kvcore_open {fault.text}; "
                 "check its options, these addresses, and the devices and environment variables that its engine needs"
             ) from fault.error
 
@@ -75,7 +77,7 @@ class Backend:
         listed = [f"region {n} ({r.nbytes} bytes at {r.ptr:#x} on {r.device})" for n, r in enumerate(regions[:MOST_LISTED])]
         more = f" and {len(regions) - MOST_LISTED} more" if len(regions) > MOST_LISTED else ""
         return (
-            f"backend {self.info.name!r} could not register {', '.join(listed)}{more}: kvcore_register {what}; usual causes: "
+            f"backend {shown(self.info.name)} could not register {', '.join(listed)}{more}: kvcore_register {what}; usual causes: "
             "the limit of locked memory (ulimit -l), a missing driver, memory of a kind or an allocator that the engine does not take"
         )
 
@@ -111,5 +113,5 @@ def _fault(hook: Callable[..., object], **arguments: object) -> _Fault | None:
     except KVCoreError:
         raise
     except BaseException as error:
-        return _Fault(f"raised {type(error).__name__}: {' '.join(str(error).split())}", error)
-    return None if answer is None else _Fault(f"returned {answer!r:.100} instead of None")
+        return _Fault(f"raised {cause(error)}", error)
+    return None if answer is None else _Fault(f"returned {shown(answer)} instead of None")

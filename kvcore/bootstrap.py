@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from kvcore.addresses import Address, parse
-from kvcore.errors import ConfigError
+from kvcore.errors import ConfigError, shown
 
 MAX_RANKS = 1024
 MAX_BODY_BYTES = 64 * 1024
@@ -45,7 +45,9 @@ class RankInfo(msgspec.Struct, frozen=True):
         if self.rank >= self.size:
             raise ConfigError(f"rank {self.rank} is not in 0 .. {self.size - 1}, the ranks of a group of {self.size}; correct rank or size")
         if self.address.wildcard:
-            raise ConfigError(f"control {self.control!r} of rank {self.rank} is a wildcard that peers cannot reach; publish an address")
+            raise ConfigError(
+                f"control {shown(self.control)} of rank {self.rank} is a wildcard that peers cannot reach; publish an address"
+            )
 
     @property
     def address(self) -> Address:

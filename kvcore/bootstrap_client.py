@@ -15,7 +15,7 @@ import msgspec
 
 from kvcore.addresses import Address, parse
 from kvcore.bootstrap import GROUP_PATH, RANKS_PATH, REFRESH_S, Group, LookupFailure, RankInfo, error_text, read
-from kvcore.errors import ConfigError
+from kvcore.errors import ConfigError, cause
 from kvcore.http import HttpThread
 
 log = logging.getLogger("kvcore.bootstrap")
@@ -211,7 +211,7 @@ class Directory:
             return str(error)
         except Exception as error:
             log.exception("asking %s for its group failed; trying on", address)
-            return f"{type(error).__name__}: {error}"
+            return cause(error)
         if answer.status >= 500:
             return error_text(answer.body) or f"answered {answer.status}"
         if answer.status != 200:

@@ -24,6 +24,8 @@ log = logging.getLogger("kvcore.channel")
 
 HIGH_WATER = 10_000
 IDLE_S = 1.0
+MOST_KEEPALIVE_S = 32_767
+"""More than this Linux refuses, and the connection with it."""
 LINGER_MS = 100
 """How long a closed socket may still send what it has."""
 
@@ -51,7 +53,7 @@ class Channel:
         on_tick: Callable[[float], float | None],
     ) -> None:
         self._on_frame, self._on_tick = on_frame, on_tick
-        self._keepalive_s = max(1, round(keepalive_s))
+        self._keepalive_s = max(1, round(min(keepalive_s, MOST_KEEPALIVE_S)))
         self._calls: deque[Callable[[], object]] = deque()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)

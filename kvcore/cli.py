@@ -1,12 +1,15 @@
 """The command ``kvcore``. Errors are one line on stderr; exit codes: 0 done, 1 the thing asked for failed, 2 usage, 130 interrupted."""
 
 # Without deferred annotations: typer evaluates those of the options below, and is imported in a function, to say so where it is missing.
+import io
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvcore import __version__
+from kvcore.errors import one_line
 
 if TYPE_CHECKING:
     import typer
@@ -16,6 +19,7 @@ DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 def main() -> None:
     """Entry point of the command line."""
+    _ready_streams()
     sys.exit(run(sys.argv[1:]))
 
 
@@ -24,21 +28,27 @@ def run(arguments: Sequence[str]) -> int:
     debug = "--debug" in arguments
     words = ["--debug"] * debug + [word for word in arguments if word != "--debug"]
     try:
+        return _run(words, debug)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+
+
+def _run(words: list[str], debug: bool) -> int:
+    try:
         import typer
     except ImportError as error:
         return _fail(f"the command line needs {error.name}, which is not installed; run: pip install kvcore[cli]", FAILED)
     try:
         result = application()(words, prog_name="kvcore", standalone_mode=False)
-        code = result if isinstance(result, int) else DONE
-    except (KeyboardInterrupt, typer.Abort):
-        code = INTERRUPTED
+    except typer.Abort as error:
+        raise KeyboardInterrupt from error
     except Exception as error:
         if isinstance(error, _usage_error()):
             return _fail(f"{error.format_message().rstrip('.')}; see {_command(error)} --help", USAGE)
         if debug:
             sys.stderr.write(getattr(error, "trace", "") or traceback.format_exc())
-        return _fail(str(error) or type(error).__name__, FAILED)
-    return _fail("interrupted", INTERRUPTED) if code == INTERRUPTED else code
+        return _fail(one_line(error) or type(error).__name__, FAILED)
+    return result if isinstance(result, int) else DONE
 
 
 def application() -> "typer.Typer":
@@ -84,8 +94,20 @@ def _command(error: Any) -> str:
 
 
 def _fail(text: str, code: int) -> int:
-    sys.stderr.write(f"kvcore: {' '.join(text.split())}\n")
+    sys.stderr.write(f"kvcore: {one_line(text)}\n")
     return code
+
+
+def _ready_streams() -> None:
+    """A closed stream leads nowhere, or the next file opened would take its number; what a stream cannot encode is escaped."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+        elif isinstance(stream, io.TextIOWrapper) and mode == "w":
+            stream.reconfigure(errors="backslashreplace")
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from kvcore.errors import cause
 from kvcore.sides import ToolError
 
 if sys.version_info >= (3, 11):
@@ -27,10 +29,16 @@ def seconds(value: float) -> float:
     return value
 
 
-def _options_file(path: Path | None) -> Path | None:
-    if path is not None:
-        read_options(path)
-    return path
+def _read_options(file: str) -> dict[str, Any]:
+    """A backend's options from a TOML file, read once, since it may be a pipe. What cannot be read is wrong usage."""
+    try:
+        options = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        pickle.dumps(options)  # they are to travel, which what is nested too deep cannot
+    except OSError as error:
+        raise typer.BadParameter(f"{file} cannot be read ({error.strerror})", param_hint="--options") from error
+    except (ValueError, RecursionError) as error:
+        raise typer.BadParameter(f"{file} is not TOML ({cause(error)})", param_hint="--options") from error
+    return options
 
 
 def _json_file(path: Path | None) -> Path | None:
@@ -40,11 +48,9 @@ def _json_file(path: Path | None) -> Path | None:
 
 
 Backend = Annotated[str, typer.Option(metavar="NAME", help="The backend that moves the pages.")]
-OptionsFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--options", metavar="FILE", exists=True, dir_okay=False, readable=True, callback=_options_file, help="TOML: the backend's options."
-    ),
+Options = Annotated[
+    dict[str, Any] | None,
+    typer.Option("--options", metavar="FILE", parser=_read_options, help="A TOML file: the backend's options."),
 ]
 Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Address of this host that both processes use.")]
 Timeout = Annotated[float, typer.Option(callback=seconds, help=f"Seconds without a sign of life before giving up, 1 to {MOST_S:g}.")]
@@ -54,25 +60,15 @@ JsonFile = Annotated[
 ]
 
 
-def read_options(path: Path | None) -> dict[str, Any]:
-    """A backend's options from a TOML file; none without a file. What is not TOML is wrong usage."""
-    if path is None:
-        return {}
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{path} is not TOML ({error})", param_hint="--options") from error
-
-
 def write_json(path: Path | None, value: dict[str, Any]) -> bool:
     """Write to the file of ``--json``, or to stdout if that is "-"; whether stdout is taken by it."""
     if path is None:
         return False
     if str(path) == "-":
-        typer.echo(json.dumps(value))
+        typer.echo(json.dumps(value, default=str))
         return True
     try:
-        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
     except OSError as error:
         raise ToolError(f"{path} cannot be written ({error.strerror}); choose another file for --json") from error
     return False

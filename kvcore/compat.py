@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvcore.errors import shown
 from kvcore.wire import Introduction
 
 
@@ -38,7 +39,7 @@ def _pools(mine: Introduction, theirs: Introduction) -> str | None:
     here = {pool.name: pool for pool in mine.pools}
     there = {pool.name: pool for pool in theirs.pools}
     if here.keys() != there.keys():
-        return f"pools {sorted(here)} here and {sorted(there)} there; give both sides the same pools"
+        return f"pools {shown(sorted(here))} here and {shown(sorted(there))} there; give both sides the same pools"
     for name, pool in here.items():
         text = pool.mismatch(there[name])
         if text is not None:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails
 
 from kvcore import addresses
-from kvcore.errors import ConfigError
+from kvcore.errors import MOST_CAUSE, MOST_SHOWN, ConfigError, cause, one_line, shown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -28,13 +28,13 @@ log = logging.getLogger("kvcore.config")
 
 def _seconds(value: object) -> object:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"must be a number of seconds above 0, got {value!r}")
+        raise ValueError(f"must be a number of seconds above 0, got {shown(value)}")
     try:
         seconds = float(value)
     except OverflowError:
         seconds = math.inf
     if not math.isfinite(seconds) or seconds <= 0:
-        raise ValueError(f"must be a finite number of seconds above 0, got {value!r}")
+        raise ValueError(f"must be a finite number of seconds above 0, got {shown(value)}")
     return seconds
 
 
@@ -58,15 +58,18 @@ def describe(what: str, error: ValidationError, places: Mapping[str, str] = Mapp
     """
     parts = []
     for name, item in _wrong(error):
-        message = _ADVICE.get(item["type"]) or " ".join(item["msg"].removeprefix("Value error, ").split())
+        message = _ADVICE.get(item["type"]) or one_line(item["msg"].removeprefix("Value error, "), MOST_CAUSE)
         whole = item["type"] == "value_error" and isinstance(item["input"], (dict, BaseModel))
-        told = item["type"] == "missing" or whole or repr(item["input"]) in message
-        value = "" if told else f", got {item['input']!r}"
-        subject = f"{name}: " if name else ""
+        told = item["type"] == "missing" or whole or shown(item["input"]) in message
+        value = "" if told else f", got {shown(item['input'])}"
+        subject = f"{one_line(name, MOST_SHOWN)}: " if name else ""
         parts.append(f"{subject}{message[:1].lower()}{message[1:]}{value}{_origins(name, message, places)}")
-    return f"{what} refused: " + "; ".join(parts)
+    more = f"; and {len(parts) - MOST_LISTED} more" if len(parts) > MOST_LISTED else ""
+    return f"{what} refused: " + "; ".join(parts[:MOST_LISTED]) + more
 
 
+MOST_LISTED = 8
+"""Settings that one error names; of more it gives the number."""
 _ADVICE = {"missing": "required and not set, set it", "extra_forbidden": "there is no such setting, correct its name or remove it"}
 
 
@@ -173,12 +176,16 @@ class Config(_Model):
     @model_validator(mode="after")
     def _checks(self) -> Config:
         if self.host in ("0.0.0.0", "::", "[::]", "*"):
-            raise ValueError(f"host {self.host!r} is a wildcard that peers cannot reach; give an address, and use bind for the wildcard")
+            raise ValueError(
+                f"host {shown(self.host)} is a wildcard that peers cannot reach; give an address, and use bind for the wildcard"
+            )
         if self.admin is not None:
             addresses.parse(self.admin, "admin", any_port=True)
         allowed = self.security.backends
         if allowed is not None and self.backend.partition("@")[0] not in allowed:
-            raise ValueError(f"backend {self.backend!r} is not among security.backends {list(allowed)}; add it or choose another")
+            raise ValueError(
+                f"backend {shown(self.backend)} is not among security.backends {shown(list(allowed))}; add it or choose another"
+            )
         return self
 
     @classmethod
@@ -211,10 +218,10 @@ def _from_file(path: str | Path | None) -> dict[str, Any]:
         return {}
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"config file {path} cannot be read ({error.strerror}); check the path") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} is not valid TOML ({error}); correct that place") from error
+    except (OSError, TypeError) as error:
+        raise ConfigError(f"config file {one_line(path, MOST_CAUSE)} cannot be read ({cause(error)}); check the path") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"config file {one_line(path, MOST_CAUSE)} is not valid TOML ({cause(error)}); correct that place") from error
 
 
 def _from_environment() -> dict[str, Any]:
@@ -237,7 +244,7 @@ def _scalar(text: str) -> object:
 
     Words for true and false stay text: the setting's type reads them, so that they mean the same here as in a dict.
     """
-    if re.fullmatch(r"[+-]?\d+", text):
+    if re.fullmatch(r"[+-]?\d{1,300}", text):  # longer ones Python may refuse to read
         return int(text)
     if re.fullmatch(r"[+-]?(\d+\.\d*|\.\d+|\d+)([eE][+-]?\d+)?", text):
         return float(text)
@@ -252,6 +259,6 @@ def _merge(into: dict[str, Any], values: dict[str, Any], place: str, origin: dic
             _merge(into.setdefault(name, {}), value, place, origin, full + ".")
             continue
         if full in origin and into.get(name) != value:
-            log.info("setting %s: %r from %s wins over %r from %s", full, value, place, into[name], origin[full])
+            log.info("setting %s: %s from %s wins over %s from %s", full, shown(value), place, shown(into[name]), origin[full])
         into[name] = value
         origin[full] = place

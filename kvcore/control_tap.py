@@ -15,7 +15,8 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from kvcore.channel import Channel, Route, straight_through
-from kvcore.errors import KVCoreError
+from kvcore.errors import MOST_SHOWN, KVCoreError, one_line
+from kvcore.fault_rules import MOST_DELAY_S, number, whole
 from kvcore.wire import Letter, decode
 
 MOST_SEEN = 10_000
@@ -118,7 +119,8 @@ class ControlTap:
         frame = msgspec.msgpack.encode(what) if isinstance(what, Letter) else what
         route = self._routes.get(peer) if peer else next(reversed(self._routes.values()), None)
         if route is None:
-            raise KVCoreError(f"no letter from or to {peer or 'anybody'} has passed the tap yet; let the two pair first")
+            whom = one_line(peer, MOST_SHOWN) or "anybody"
+            raise KVCoreError(f"no letter from or to {whom} has passed the tap yet; let the two pair first")
         self._pass_on(route, frame, outgoing)
 
     def close(self) -> None:
@@ -139,6 +141,10 @@ class ControlTap:
         self.close()
 
     def _add(self, rule: TapRule) -> TapRule:
+        whole("times", rule.times, 0)
+        whole("copies", rule.copies, 0)
+        if rule.later_s is not None:
+            number("seconds", rule.later_s, MOST_DELAY_S)
         self._rules.append(rule)
         return rule
 

@@ -19,12 +19,12 @@ from kvcore.bootstrap_client import Directory, Registrar
 from kvcore.bootstrap_service import BootstrapService
 from kvcore.channel import Channel
 from kvcore.config import Config
-from kvcore.errors import ConfigError
+from kvcore.errors import MOST_CAUSE, ConfigError, one_line, shown
 from kvcore.hookspecs import Event
 from kvcore.http import HttpThread
 from kvcore.ledger import Ledger
 from kvcore.logs import LimitsLog
-from kvcore.memory import Pool, Region
+from kvcore.memory import Pool, Region, by_name
 from kvcore.metrics import Metrics
 from kvcore.observers import Observers
 from kvcore.peers import Peers
@@ -57,7 +57,7 @@ class Core:
 
     def __init__(self, config: Config, pools: Sequence[Pool]) -> None:
         self.config = config = config if config.host else config.model_copy(update={"host": addresses.own_host()})
-        self.pools: Mapping[str, Pool] = _by_name(pools)
+        self.pools: Mapping[str, Pool] = by_name(pools)
         self.rank = config.topology.rank
         self.instance = instance_id(config.role)
         self.closing = self._closed = False
@@ -91,7 +91,9 @@ class Core:
         try:
             checked(self.instance, "", Hello(0, me, b""))
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"pools and backend {backend.info.name!r} cannot be described to a peer ({error}); correct them") from error
+            raise ConfigError(
+                f"pools and backend {shown(backend.info.name)} cannot be described to a peer ({one_line(error, MOST_CAUSE)}); correct them"
+            ) from error
         self.observers = Observers(backend.plugins)
         self._undo.append(lambda: self.observers.stop(STOP_S))
         self._slow = SlowThread("kvcore-slow")
@@ -388,12 +390,3 @@ class Core:
             return
         for instance in self.table.tickets_towards():
             self.fenced(instance, "prefill")
-
-
-def _by_name(pools: Sequence[Pool]) -> dict[str, Pool]:
-    if isinstance(pools, Pool) or not all(isinstance(pool, Pool) for pool in pools):
-        raise ConfigError(f"pools is {pools!r:.100}; pass a list of kvcore.Pool")
-    named = {pool.name: pool for pool in pools}
-    if not named or len(named) != len(pools):
-        raise ConfigError(f"pools are named {[pool.name for pool in pools]}; give at least one pool, each with a name of its own")
-    return named

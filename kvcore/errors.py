@@ -67,20 +67,48 @@ NEXT_STEP: Mapping[FailureCode, str] = {
 """What to do about a failed room, by its code."""
 
 
-def cause(error: BaseException) -> str:
-    """Type and text of what foreign code raised; its text may raise as well (T7)."""
+MOST_SHOWN, MOST_CAUSE, MOST_TEXT = 100, 500, 4000
+"""Characters of a value and of a foreign error's text that an error quotes, and of an error as a whole."""
+
+
+def one_line(value: object, most: int = MOST_TEXT) -> str:
+    """A foreign text as errors quote it: one printable line of at most ``most`` characters. Anything may be given (T7)."""
     try:
-        return f"{type(error).__name__}: {error}"
+        return _line(str(value), most)
     except BaseException:
-        return f"{type(error).__name__}, which cannot be shown as text"
+        return _unshown(value)
+
+
+def shown(value: object) -> str:
+    """A foreign value as errors quote it: its repr in one printable line of at most 100 characters. Anything may be given (T7)."""
+    try:
+        return _line(repr(value), MOST_SHOWN)
+    except BaseException:
+        return _unshown(value)
+
+
+def cause(error: BaseException) -> str:
+    """Type and text of what foreign code raised, in one printable line."""
+    text = one_line(error, MOST_CAUSE)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _line(text: str, most: int) -> str:
+    """What cannot be printed becomes a blank, and blanks in a row are one."""
+    start = text[: 4 * most]
+    line = " ".join("".join(char if char.isprintable() else " " for char in start).split())
+    return line if len(line) <= most and len(start) == len(text) else f"{line[: most - 3]}..."
+
+
+def _unshown(value: object) -> str:
+    return f"<{type(value).__name__} that cannot be shown as text>"
 
 
 class KVTransferError(KVCoreError):
     """A room has failed. Carries the first reason, word for word, and where it arose (S5); its own text is one line all the same."""
 
     def __init__(self, room: RoomId, reason: Reason) -> None:
-        line = "".join(char if char.isprintable() else " " for char in str(reason))
-        super().__init__(f"room {room} failed: {line}; {NEXT_STEP[reason.code]}")
+        super().__init__(f"room {room} failed: {one_line(reason)}; {NEXT_STEP[reason.code]}")
         self.room: int = room.number
         self.attempt: int = room.attempt
         self.reason: str = reason.text

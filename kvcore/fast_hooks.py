@@ -6,7 +6,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable
 
-from kvcore.errors import cause
+from kvcore.errors import cause, one_line
 from kvcore.exclusive import HookBusy
 from kvcore.hookspecs import PENDING, RETRY, Hooks, NothingPosted, Ticket, TicketKind, TicketState, Transfer
 from kvcore.states import RoomKey
@@ -29,7 +29,7 @@ class FastHooks:
         except HookBusy:
             return RETRY
         except NothingPosted as error:
-            return TicketState(TicketKind.FAILED, str(error) or "nothing posted", quiescent=True)
+            return TicketState(TicketKind.FAILED, one_line(error) or "nothing posted", quiescent=True)
         except BaseException as error:
             self._log_error("kvcore_transfer", transfer.room)
             return TicketState(TicketKind.FAILED, f"transfer raised {cause(error)}")

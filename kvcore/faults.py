@@ -12,10 +12,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from typing import TYPE_CHECKING
 
 from kvcore.control_tap import ControlTap, TapRule
-from kvcore.errors import ConfigError
+from kvcore.errors import cause, one_line
+from kvcore.fault_rules import MOST_DELAY_S, Delay, Gate, Hold, Where, allowed_hook, narrowed, number, raisable
 from kvcore.hookspecs import PENDING, RETRY, Endpoint, NothingPosted, Peer, Ticket, TicketKind, TicketState, Transfer, hookimpl
 from kvcore.observers import Interposer
 from kvcore.states import RoomKey
@@ -28,71 +29,6 @@ __all__ = ["ControlTap", "FaultPlan", "Hold", "TapRule", "Where"]
 TRANSFER, POLL = "kvcore_transfer", "kvcore_poll"
 SLOW = ("kvcore_endpoint", "kvcore_connect", "kvcore_disconnect")
 QUICK = (TRANSFER, POLL, "kvcore_abort", "kvcore_clear", "kvcore_held_rooms")
-MOST_HELD_S = 60.0
-
-
-class Where(TypedDict, total=False):
-    """What a fault is narrowed to. ``nth`` and ``times`` count, per fault, the calls that fit room and chunk."""
-
-    room: int  # its number
-    chunk: int  # of the room, from 1
-    nth: int  # only the n-th call that fits, from 1
-    times: int  # at most so often
-    rate: float  # only this share of the calls, drawn at random
-
-
-class _Gate(Protocol):
-    """What holds something back: whether what came at a monotonic time may go on, or blocking until it may."""
-
-    def opened(self, since: float) -> bool: ...
-    def wait(self) -> None: ...
-
-
-class Hold:
-    """Holds transfers or calls back until ``release``."""
-
-    def __init__(self) -> None:
-        self._released = threading.Event()
-        self._held: set[object] = set()
-
-    @property
-    def held(self) -> int:
-        """How many are held now."""
-        return len(self._held)
-
-    def release(self) -> None:
-        """Let go what is held, and whatever comes later."""
-        self._released.set()
-        self._held.clear()
-
-    def opened(self, since: float) -> bool:
-        """Whether it was released."""
-        return self._released.is_set()
-
-    def wait(self) -> None:
-        """Block until released; at most a minute."""
-        me = object()
-        self.note(me)
-        self._released.wait(MOST_HELD_S)
-        self.drop(me)
-
-    def note(self, what: object) -> None:
-        if not self._released.is_set():
-            self._held.add(what)
-
-    def drop(self, what: object) -> None:
-        self._held.discard(what)
-
-
-@dataclass(frozen=True, slots=True)
-class _Delay:
-    seconds: float
-
-    def opened(self, since: float) -> bool:
-        return time.monotonic() >= since + self.seconds
-
-    def wait(self) -> None:
-        threading.Event().wait(min(self.seconds, MOST_HELD_S))
 
 
 @dataclass(eq=False, slots=True)
@@ -101,9 +37,9 @@ class _StandIn:
 
     transfer: Transfer
     since: float = 0.0
-    gate: _Gate | None = None
+    gate: Gate | None = None
     """The engine is given the transfer when this opens."""
-    veil: _Gate | None = None
+    veil: Gate | None = None
     """The end is told when this opens."""
     verdict: TicketState | None = None
     """Told at the first poll, whatever the engine says."""
@@ -123,7 +59,7 @@ class _Rule:
     hook: str
     on_transfer: Callable[[Transfer], Ticket | TicketState] | None = None
     error: BaseException | type[BaseException] | None = None
-    gate: _Gate | None = None
+    gate: Gate | None = None
     room: int | None = None
     chunk: int | None = None
     nth: int | None = None
@@ -169,7 +105,8 @@ class FaultPlan(Interposer):
         self, error: BaseException | type[BaseException] = RuntimeError, *, hook: str = TRANSFER, **where: Unpack[Where]
     ) -> FaultPlan:
         """A hook raises before the backend is called. With ``kvcore_poll``, room and chunk are those of transfers posted later."""
-        return self._add(_Rule("raise_", _checked(hook, QUICK + SLOW), error=error, **where))
+        raisable(error)
+        return self._add(_Rule("raise_", allowed_hook(hook, QUICK + SLOW), error=error, **narrowed(where)))
 
     def hold(self, *, hook: str = TRANSFER, **where: Unpack[Where]) -> Hold:
         """Hold back until ``release``: the write itself, which then lands late; with ``kvcore_poll`` only the news of its end; or
@@ -180,7 +117,7 @@ class FaultPlan(Interposer):
 
     def delay(self, seconds: float, *, hook: str = TRANSFER, **where: Unpack[Where]) -> FaultPlan:
         """As ``hold``, released by itself after ``seconds``."""
-        return self._add_gate("delay", _Delay(seconds), hook, where)
+        return self._add_gate("delay", Delay(number("seconds", seconds, MOST_DELAY_S)), hook, where)
 
     def retry(self, *, hook: str = TRANSFER, **where: Unpack[Where]) -> FaultPlan:
         """The backend answers RETRY, in ``kvcore_transfer`` or at the first poll, and does nothing (T6)."""
@@ -188,10 +125,13 @@ class FaultPlan(Interposer):
 
     def drop_done(self, *, hook: str = TRANSFER, **where: Unpack[Where]) -> FaultPlan:
         """The data moves, and no end is ever reported."""
-        return self._add(_Rule("drop_done", _checked(hook, [TRANSFER]), lambda one: self._stand_in(one, True, veil=Hold()), **where))
+        allowed_hook(hook, [TRANSFER])
+        return self._add(_Rule("drop_done", hook, lambda one: self._stand_in(one, True, veil=Hold()), **narrowed(where)))
 
     def partial(self, share: float = 0.5, *, hook: str = TRANSFER, **where: Unpack[Where]) -> FaultPlan:
         """The engine is given this share of the descriptors, but never none nor all of the bytes, and then the hook raises."""
+
+        number("share", share, 1.0)
 
         def act(transfer: Transfer) -> Ticket:
             part = _StandIn(_some(transfer, share))
@@ -199,7 +139,7 @@ class FaultPlan(Interposer):
             self._forget(part)
             raise RuntimeError("injected error after a partial post")
 
-        return self._add(_Rule("partial", _checked(hook, [TRANSFER]), act, **where))
+        return self._add(_Rule("partial", allowed_hook(hook, [TRANSFER]), act, **narrowed(where)))
 
     def heal(self) -> None:
         """No more faults from now on: holds and delays are over, and dropped ends are reported."""
@@ -220,16 +160,16 @@ class FaultPlan(Interposer):
         return self
 
     def _add_answer(self, kind: str, state: TicketState, hook: str, where: Where) -> FaultPlan:
-        _checked(hook, (TRANSFER, POLL))
+        allowed_hook(hook, (TRANSFER, POLL))
 
         def act(transfer: Transfer) -> Ticket | TicketState:
             stand_in = self._stand_in(transfer, state.kind is TicketKind.FAILED and not state.quiescent, verdict=state)
             return stand_in if hook == POLL else self._told(stand_in)
 
-        return self._add(_Rule(kind, TRANSFER, act, **where))
+        return self._add(_Rule(kind, TRANSFER, act, **narrowed(where)))
 
-    def _add_gate(self, kind: str, gate: _Gate, hook: str, where: Where) -> FaultPlan:
-        _checked(hook, (TRANSFER, POLL, *SLOW))
+    def _add_gate(self, kind: str, gate: Gate, hook: str, where: Where) -> FaultPlan:
+        allowed_hook(hook, (TRANSFER, POLL, *SLOW))
 
         def act(transfer: Transfer) -> Ticket:
             posted = hook == POLL
@@ -239,8 +179,8 @@ class FaultPlan(Interposer):
             return stand_in
 
         if hook in SLOW:
-            return self._add(_Rule(kind, hook, gate=gate, **where))
-        return self._add(_Rule(kind, TRANSFER, act, gate=gate, **where))
+            return self._add(_Rule(kind, hook, gate=gate, **narrowed(where)))
+        return self._add(_Rule(kind, TRANSFER, act, gate=gate, **narrowed(where)))
 
     def _choose(self, hook: str, room: int | None = None, chunk: int | None = None) -> _Rule | None:
         """The fault that acts on a call, if one does."""
@@ -267,7 +207,7 @@ class FaultPlan(Interposer):
     # --- tickets
 
     def _stand_in(
-        self, transfer: Transfer, posted: bool, *, gate: _Gate | None = None, veil: _Gate | None = None, verdict: TicketState | None = None
+        self, transfer: Transfer, posted: bool, *, gate: Gate | None = None, veil: Gate | None = None, verdict: TicketState | None = None
     ) -> _StandIn:
         stand_in = _StandIn(transfer, time.monotonic(), gate, veil, verdict)
         self._stand_ins[stand_in] = None
@@ -278,8 +218,9 @@ class FaultPlan(Interposer):
     def _forget(self, stand_in: _StandIn) -> None:
         self._stand_ins.pop(stand_in, None)
         self._through.discard(stand_in.transfer)
-        if isinstance(stand_in.gate, Hold):
-            stand_in.gate.drop(stand_in)
+        for gate in (stand_in.gate, stand_in.veil):
+            if isinstance(gate, Hold):
+                gate.drop(stand_in)
 
     def _post(self, stand_in: _StandIn) -> None:
         """Give the engine a transfer, past this plan."""
@@ -287,9 +228,9 @@ class FaultPlan(Interposer):
         try:
             result = self.hooks.kvcore_transfer(transfer=stand_in.transfer)
         except NothingPosted as error:
-            result = TicketState(TicketKind.FAILED, str(error), quiescent=True)
+            result = TicketState(TicketKind.FAILED, one_line(error), quiescent=True)
         except Exception as error:
-            result = TicketState(TicketKind.FAILED, f"{type(error).__name__}: {error}")
+            result = TicketState(TicketKind.FAILED, cause(error))
         if isinstance(result, TicketState):
             stand_in.state = result
         else:
@@ -378,14 +319,9 @@ class FaultPlan(Interposer):
         return (yield)
 
 
-def _checked(hook: str, allowed: Sequence[str]) -> str:
-    if hook not in allowed:
-        raise ConfigError(f"hook {hook!r} cannot have this fault; choose one of {', '.join(allowed)}")
-    return hook
-
-
 def _some(transfer: Transfer, share: float) -> Transfer:
-    """The first descriptors of a transfer; of a single one the first bytes."""
+    """The first descriptors of a transfer; of a single one the first bytes. Its pages are all of it, so they are left out."""
+    transfer = replace(transfer, pool="", local_pages=None, remote_pages=None)
     most = len(transfer.length)
     if most == 1:
         nbytes = int(transfer.length[0])

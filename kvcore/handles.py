@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.errors import KVTransferError, PageError
+from kvcore.errors import MOST_SHOWN, KVTransferError, PageError, one_line, shown
 from kvcore.memory import Indices, Pool, check_distinct
 from kvcore.metrics import TransferMetrics
 from kvcore.protocol import events as ev
@@ -179,11 +179,13 @@ class Handle:
         pools = self._owner.pools
         if not isinstance(pages, Mapping):
             if len(pools) != 1:
-                raise PageError(f"room {self._room.id}: plain indices need exactly one pool, and there are {sorted(pools)}; pass a mapping")
+                raise PageError(
+                    f"room {self._room.id}: plain indices need exactly one pool, and there are {shown(sorted(pools))}; pass a mapping"
+                )
             pages = {next(iter(pools)): pages}
-        unknown = sorted(str(name) for name in pages if name not in pools)
+        unknown = sorted(one_line(name, MOST_SHOWN) for name in pages if name not in pools)
         if unknown:
-            raise PageError(f"room {self._room.id}: unknown pools {unknown}; choose from {sorted(pools)}")
+            raise PageError(f"room {self._room.id}: unknown pools {shown(unknown)}; choose from {shown(sorted(pools))}")
         checked = {name: pools[name].indices(pages[name]) for name in pools if name in pages}
         return {name: indices for name, indices in checked.items() if indices.size}
 
@@ -278,9 +280,11 @@ class Receiver(Handle):
         given = dict(prefix_pages) if isinstance(prefix_pages, Mapping) else {next(iter(pools)): prefix_pages}
         for name, count in given.items():
             if name not in pools:
-                raise PageError(f"room {self._room.id}: prefix_pages names pool {name!r}; choose from {sorted(pools)}")
+                raise PageError(f"room {self._room.id}: prefix_pages names pool {shown(name)}; choose from {shown(sorted(pools))}")
             if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 2**31:
-                raise PageError(f"room {self._room.id}: prefix_pages of pool {name!r} is {count!r}; pass a number of pages, 0 or more")
+                raise PageError(
+                    f"room {self._room.id}: prefix_pages of pool {shown(name)} is {shown(count)}; pass a number of pages, 0 or more"
+                )
         return {name: int(count) for name, count in given.items()}
 
     @property

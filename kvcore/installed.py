@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvcore.errors import BackendConflictError, BackendNotFoundError
+from kvcore.errors import MOST_SHOWN, BackendConflictError, BackendNotFoundError, cause, one_line, shown
 
 GROUP = "kvcore.backends"
 PUBLISHED = ("ascend", "mooncake", "mori", "nixl")
@@ -28,7 +28,7 @@ class InstalledBackend:
     entry_point: str
 
     def __str__(self) -> str:
-        return f"backend {self.name!r} of {self.distribution} {self.version}"
+        return f"backend {shown(self.name)} of {one_line(self.distribution, MOST_SHOWN)} {one_line(self.version, MOST_SHOWN)}"
 
 
 def list_backends() -> list[InstalledBackend]:
@@ -52,6 +52,8 @@ def find_backend(wanted: str) -> InstalledBackend:
 
     Raises ``BackendNotFoundError``, with a near match, or ``BackendConflictError`` if more than one distribution offers it (B2).
     """
+    if not isinstance(wanted, str):
+        raise BackendNotFoundError(f"a backend is chosen by its name, got {shown(wanted)}; pass text such as 'local'")
     name, _, distribution = wanted.partition("@")
     installed = list_backends()
     named = [backend for backend in installed if backend.name == name]
@@ -60,13 +62,15 @@ def find_backend(wanted: str) -> InstalledBackend:
     if len(chosen) == 1:
         return chosen[0]
     if chosen:
-        raise BackendConflictError(f"backend {name!r} is offered by more than one distribution; choose one of {offers}, or uninstall one")
+        raise BackendConflictError(
+            f"backend {shown(name)} is offered by more than one distribution; choose one of {offers}, or uninstall one"
+        )
     if named:
-        raise BackendNotFoundError(f"backend {name!r} is not offered by distribution {distribution!r}; choose from {offers}")
+        raise BackendNotFoundError(f"backend {shown(name)} is not offered by distribution {shown(distribution)}; choose from {offers}")
     known = {backend.name for backend in installed}
     raise BackendNotFoundError(
-        f"no backend {name!r} is installed{near(name, known.union(PUBLISHED) - {name})}; "
-        f"installed are: {', '.join(sorted(known)) or 'none'}; to add one: pip install kvcore-{_canonical(name) or '<name>'}"
+        f"no backend {shown(name)} is installed{near(name, known.union(PUBLISHED) - {name})}; "
+        f"installed are: {', '.join(sorted(known)) or 'none'}; to add one: pip install kvcore-{_canonical(name[:MOST_SHOWN]) or '<name>'}"
     )
 
 
@@ -90,16 +94,10 @@ def _field(read: Callable[[], str | None]) -> str:
         return "unknown"
 
 
-def cause(error: BaseException) -> str:
-    """An exception in one line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 def near(name: str, known: set[str]) -> str:
     """A hint at the most similar name, to be appended to an error; "" if none is similar."""
-    matches = difflib.get_close_matches(name, sorted(known), 1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+    matches = difflib.get_close_matches(name[:MOST_SHOWN], sorted(known), 1)
+    return f"; did you mean {shown(matches[0])}?" if matches else ""
 
 
 def _canonical(name: str) -> str:

@@ -9,7 +9,7 @@ from kvcore import addresses
 from kvcore.channel import Channel
 from kvcore.config import Config
 from kvcore.core import Core
-from kvcore.errors import RoomError
+from kvcore.errors import ConfigError, RoomError, shown
 from kvcore.handles import Handle, Receiver, Sender
 from kvcore.memory import Pool
 from kvcore.protocol import events as ev
@@ -25,6 +25,8 @@ class KVManager:
     """
 
     def __init__(self, config: Config, pools: Sequence[Pool]) -> None:
+        if not isinstance(config, Config):
+            raise ConfigError(f"config is {shown(config)}; pass a kvcore.Config")
         self._core = Core(config, pools)
 
     @property
@@ -84,7 +86,7 @@ class KVManager:
 
     def _open_receiver(self, room: RoomId, prefill: str, dp_rank: int | None) -> Room:
         if dp_rank is not None and (isinstance(dp_rank, bool) or not isinstance(dp_rank, int) or dp_rank):
-            raise RoomError(f"room {room}: dp_rank is {dp_rank!r}; this version has one data-parallel rank, pass None or 0")
+            raise RoomError(f"room {room}: dp_rank is {shown(dp_rank)}; this version has one data-parallel rank, pass None or 0")
         return self._open("decode", room, str(addresses.parse(prefill, "prefill")))
 
     def status(self, room: int, attempt: int = 0, side: Side | None = None) -> KVPoll | None:
@@ -107,8 +109,8 @@ class KVManager:
 
     def _side(self, side: Side | None) -> Side:
         role = self.config.role
-        if side not in (None, "prefill", "decode"):
-            raise RoomError(f"side {side!r} is none; pass 'prefill' or 'decode'")
+        if side is not None and (not isinstance(side, str) or side not in ("prefill", "decode")):
+            raise RoomError(f"side {shown(side)} is none; pass 'prefill' or 'decode'")
         if side is None and role == "both":
             raise RoomError("this manager has both sides; say side='prefill' or side='decode'")
         return side or ("prefill" if role == "prefill" else "decode")

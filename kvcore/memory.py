@@ -5,14 +5,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.errors import ConfigError, PageError
+from kvcore.errors import MOST_CAUSE, MOST_SHOWN, ConfigError, PageError, one_line, shown
 
+T = TypeVar("T")
 Indices = npt.NDArray[np.int64]
 _BOOLS = frozenset((bool, np.bool_))
 
@@ -44,14 +45,14 @@ class PoolGeometry(msgspec.Struct, frozen=True):
         for what in ("page_size", "dtype", "layers", "parts", "page_bytes"):
             mine, theirs = getattr(self, what), getattr(other, what)
             if mine != theirs:
-                return f"pool {self.name!r}: {what} is {_short(mine)} here and {_short(theirs)} there"
+                return f"pool {shown(self.name)}: {what} is {_short(mine)} here and {_short(theirs)} there"
         return None
 
 
 def _short(value: object) -> str:
     if isinstance(value, tuple) and len(value) > 4:
-        return f"{len(value)} entries starting {value[:2]}"
-    return repr(value)
+        return f"{len(value)} entries starting {shown(value[:2])}"
+    return shown(value)
 
 
 class Pool:
@@ -74,20 +75,21 @@ class Pool:
         _positive(name, "num_pages", num_pages)
         _positive(name, "page_size", page_size)
         if num_pages > np.iinfo(np.int32).max:
-            raise ConfigError(f"pool {name!r}: {num_pages} pages are more than an index of 31 bits names; split the pool")
+            raise ConfigError(f"pool {shown(name)}: {num_pages} pages are more than an index of 31 bits names; split the pool")
         if not isinstance(name, str) or not isinstance(dtype, str):
-            raise ConfigError(f"pool {name!r}: name and dtype {dtype!r} must be text")
+            raise ConfigError(f"pool {shown(name)}: name and dtype {shown(dtype)} must be text")
+        regions = [_plain(name, number, region) for number, region in enumerate(_listed(name, "regions", regions))]
         if not name or not regions:
-            raise ConfigError(f"pool {name!r}: it has {len(regions)} regions; give it a name and at least one region")
-        regions = [_plain(name, number, region) for number, region in enumerate(regions)]
+            raise ConfigError(f"pool {shown(name)}: it has {len(regions)} regions; give it a name and at least one region")
         for number, region in enumerate(regions):
             if region.nbytes <= 0 or region.nbytes % num_pages:
                 raise ConfigError(
-                    f"pool {name!r}: region {number} has {region.nbytes} bytes, not a multiple of {num_pages} pages; allocate whole pages"
+                    f"pool {shown(name)}: region {number} has {region.nbytes} bytes, not a multiple of {num_pages} pages; "
+                    "allocate whole pages"
                 )
             if not 0 < region.ptr <= 2**64 - region.nbytes:
                 raise ConfigError(
-                    f"pool {name!r}: region {number} at {region.ptr:#x} with {region.nbytes} bytes is outside the 64-bit range; "
+                    f"pool {shown(name)}: region {number} at {region.ptr:#x} with {region.nbytes} bytes is outside the 64-bit range; "
                     "pass the address of allocated memory"
                 )
         self.name = str(name)
@@ -112,25 +114,28 @@ class Pool:
         With ``rows="token"`` the first axis counts tokens and a page is ``page_size`` rows.
         Raises ``ConfigError`` for tensors that are not contiguous, or differ in length or dtype.
         """
-        tensors = list(tensors)
+        tensors = _listed(name, "tensors", tensors)
         if not tensors:
-            raise ConfigError(f"pool {name!r}: no tensors given; pass one per layer and part")
+            raise ConfigError(f"pool {shown(name)}: no tensors given; pass one per layer and part")
         length, dtype = _length(name, 0, tensors[0]), str(tensors[0].dtype).removeprefix("torch.")
         regions = []
         for number, tensor in enumerate(tensors):
             region, rows_here, dtype_here = _region(name, number, tensor, part)
             if rows_here != length:
                 raise ConfigError(
-                    f"pool {name!r}: tensor {number} has {rows_here} rows and tensor 0 has {length}; give all as many, for one page index"
+                    f"pool {shown(name)}: tensor {number} has {rows_here} rows and tensor 0 has {length}; "
+                    "give all as many, for one page index"
                 )
             if dtype_here != dtype:
-                raise ConfigError(f"pool {name!r}: tensor {number} is {dtype_here} and tensor 0 is {dtype}; put them in separate pools")
+                raise ConfigError(
+                    f"pool {shown(name)}: tensor {number} is {dtype_here} and tensor 0 is {dtype}; put them in separate pools"
+                )
             regions.append(region)
         if rows not in ("page", "token"):
-            raise ConfigError(f"pool {name!r}: rows must be 'page' or 'token', got {rows!r}")
+            raise ConfigError(f"pool {shown(name)}: rows must be 'page' or 'token', got {shown(rows)}")
         num_pages, rest = (length, 0) if rows == "page" else divmod(length, _positive(name, "page_size", page_size))
         if rest or num_pages < 1:
-            raise ConfigError(f"pool {name!r}: {length} token rows are not whole pages of {page_size}; allocate a multiple")
+            raise ConfigError(f"pool {shown(name)}: {length} token rows are not whole pages of {page_size}; allocate a multiple")
         return cls(name, regions, num_pages=num_pages, page_size=page_size, dtype=dtype, owners=tensors)
 
     @property
@@ -158,12 +163,23 @@ class Pool:
         return array
 
 
+def by_name(pools: Iterable[Pool]) -> dict[str, Pool]:
+    """A manager's pools by name; raises ``ConfigError`` unless they are a list of pools, each with a name of its own."""
+    listed = list(pools) if isinstance(pools, Iterable) else []
+    if not isinstance(pools, Iterable) or not all(isinstance(pool, Pool) for pool in listed):
+        raise ConfigError(f"pools is {shown(pools)}; pass a list of kvcore.Pool")
+    named = {pool.name: pool for pool in listed}
+    if not named or len(named) != len(listed):
+        raise ConfigError(f"pools are named {shown([pool.name for pool in listed])}; give at least one, each with its own name")
+    return named
+
+
 def check_pages(name: str, pages: Indices, num_pages: int) -> None:
     """Raise ``PageError`` unless every index is in ``0 .. num_pages-1`` (T2)."""
     if pages.size and (int(pages.min()) < 0 or int(pages.max()) >= num_pages):
         bad = pages[(pages < 0) | (pages >= num_pages)][0]
         raise PageError(
-            f"pool {name!r}: page index {bad} is not in 0 .. {num_pages - 1}; pass physical page indices, not token or logical ones"
+            f"pool {shown(name)}: page index {bad} is not in 0 .. {num_pages - 1}; pass physical page indices, not token or logical ones"
         )
 
 
@@ -174,7 +190,7 @@ def check_distinct(name: str, pages: Indices, num_pages: int) -> None:
     ordered = np.sort(pages)
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
     if twice.size:
-        raise PageError(f"pool {name!r}: page index {twice[0]} is listed twice (pool has {num_pages} pages); list each page once")
+        raise PageError(f"pool {shown(name)}: page index {twice[0]} is listed twice (pool has {num_pages} pages); list each page once")
 
 
 def _integers(name: str, pages: Iterable[int] | npt.ArrayLike, num_pages: int) -> Indices:
@@ -183,18 +199,20 @@ def _integers(name: str, pages: Iterable[int] | npt.ArrayLike, num_pages: int) -
             pages = pages.detach().cpu().numpy()  # type: ignore[union-attr]
         given = pages if isinstance(pages, np.ndarray) else list(pages)  # type: ignore[arg-type]
         array = np.asarray(given)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         what = type(pages).__name__
-        raise PageError(f"pool {name!r}: a {what} is not a list of page indices ({error}); pass one flat list of integers") from error
+        raise PageError(
+            f"pool {shown(name)}: a {what} is not a list of page indices ({one_line(error, MOST_CAUSE)}); pass one flat list of integers"
+        ) from error
     if array.ndim != 1:
-        raise PageError(f"pool {name!r}: page indices have shape {array.shape}; pass one flat list")
+        raise PageError(f"pool {shown(name)}: page indices have shape {array.shape}; pass one flat list")
     if array.size == 0:
         return np.empty(0, np.int64)
     if array.dtype.kind not in "iu" or _has_bools(given) or (array.dtype == np.uint64 and int(array.max()) > np.iinfo(np.int64).max):
         wrong = (page for page in given if not isinstance(page, (int, np.integer)) or isinstance(page, bool) or not 0 <= page < num_pages)
         bad = next(wrong, given[0])
-        what = f"page index {str(bad)!r} ({array.dtype})"
-        raise PageError(f"pool {name!r}: {what} is not an integer in 0 .. {num_pages - 1}; pass physical page indices")
+        what = f"page index {shown(str(bad) if isinstance(bad, str) else one_line(bad, MOST_SHOWN))} ({array.dtype})"
+        raise PageError(f"pool {shown(name)}: {what} is not an integer in 0 .. {num_pages - 1}; pass physical page indices")
     return array.astype(np.int64)
 
 
@@ -203,26 +221,40 @@ def _has_bools(given: object) -> bool:
     return isinstance(given, list) and not _BOOLS.isdisjoint(map(type, given))
 
 
+def _listed(name: str, what: str, given: Iterable[T]) -> list[T]:
+    if not isinstance(given, Iterable):
+        raise ConfigError(f"pool {shown(name)}: {what} is {shown(given)}; pass a list")
+    return list(given)
+
+
 def _plain(name: str, number: int, region: Region) -> Region:
     """The region in plain numbers, as it travels, whatever kind of integers it was given in."""
+    if not isinstance(region, Region):
+        raise ConfigError(f"pool {shown(name)}: region {number} is {shown(region)}; pass a kvcore.Region")
     if not isinstance(region.device, str) or not isinstance(region.part, str):
-        raise ConfigError(f"pool {name!r}: region {number} has device {region.device!r} and part {region.part!r}; pass text for both")
+        raise ConfigError(
+            f"pool {shown(name)}: region {number} has device {shown(region.device)} and part {shown(region.part)}; pass text for both"
+        )
     try:
         ptr, nbytes, layer = (operator.index(value) for value in (region.ptr, region.nbytes, region.layer))
     except TypeError as error:
-        raise ConfigError(f"pool {name!r}: region {number}: {error}; pass integers for ptr, nbytes and layer") from error
+        raise ConfigError(
+            f"pool {shown(name)}: region {number}: {one_line(error, MOST_CAUSE)}; pass integers for ptr, nbytes and layer"
+        ) from error
     return Region(ptr, nbytes, str(region.device), layer, str(region.part))
 
 
 def _positive(name: str, what: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"pool {name!r}: {what} must be an integer of at least 1, got {value!r}")
+        raise ConfigError(f"pool {shown(name)}: {what} must be an integer of at least 1, got {shown(value)}")
     return value
 
 
 def _length(name: str, number: int, tensor: Any) -> int:
+    if not isinstance(tensor, np.ndarray) and not callable(getattr(tensor, "data_ptr", None)):
+        raise ConfigError(f"pool {shown(name)}: tensor {number} is a {type(tensor).__name__}; pass torch tensors or numpy arrays")
     if getattr(tensor, "ndim", 0) < 1:
-        raise ConfigError(f"pool {name!r}: tensor {number} has no axis to count pages along; pass tensors of shape [num_pages, ...]")
+        raise ConfigError(f"pool {shown(name)}: tensor {number} has no axis to count pages along; pass tensors of shape [num_pages, ...]")
     return int(tensor.shape[0])
 
 
@@ -231,11 +263,11 @@ def _region(name: str, number: int, tensor: Any, part: str) -> tuple[Region, int
     dtype = str(tensor.dtype).removeprefix("torch.")
     if isinstance(tensor, np.ndarray):
         if tensor.dtype.hasobject:
-            raise ConfigError(f"pool {name!r}: tensor {number} holds Python objects, which mean nothing elsewhere; use a number dtype")
+            raise ConfigError(f"pool {shown(name)}: tensor {number} holds Python objects, which mean nothing elsewhere; use a number dtype")
         if not tensor.flags.c_contiguous or not tensor.flags.writeable:
-            raise ConfigError(f"pool {name!r}: tensor {number} is not contiguous and writable; allocate it whole, do not pass a view")
+            raise ConfigError(f"pool {shown(name)}: tensor {number} is not contiguous and writable; allocate it whole, do not pass a view")
         return Region(int(tensor.ctypes.data), int(tensor.nbytes), "cpu:0", number, part), length, dtype
     if not tensor.is_contiguous():
-        raise ConfigError(f"pool {name!r}: tensor {number} is not contiguous; allocate it whole, do not pass a view")
+        raise ConfigError(f"pool {shown(name)}: tensor {number} is not contiguous; allocate it whole, do not pass a view")
     device = f"{tensor.device.type}:{tensor.device.index or 0}"
     return Region(int(tensor.data_ptr()), int(tensor.nbytes), device, number, part), length, dtype

@@ -9,7 +9,7 @@ from typing import cast
 
 import pluggy
 
-from kvcore.errors import ConfigError, KVCoreError
+from kvcore.errors import MOST_CAUSE, ConfigError, KVCoreError, one_line
 from kvcore.hookspecs import Event, Hooks
 
 log = logging.getLogger("kvcore.observers")
@@ -59,7 +59,7 @@ class Observers:
         except pluggy.PluginValidationError as error:
             if self._manager.is_registered(plugin):
                 self._manager.unregister(plugin)
-            raise ConfigError(f"observer {type(plugin).__name__} is refused: {' '.join(str(error).split())}; correct its hooks") from error
+            raise ConfigError(f"observer {type(plugin).__name__} is refused: {one_line(error, MOST_CAUSE)}; correct its hooks") from error
         if not self._watched and self._manager.hook.kvcore_on_event.get_hookimpls():
             self._watched = True
             self._thread.start()

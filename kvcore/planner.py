@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.errors import ConfigError, IncompatiblePeerError, PageError
+from kvcore.errors import ConfigError, IncompatiblePeerError, PageError, shown
 from kvcore.memory import Indices, PoolGeometry, Region, check_distinct, check_pages
 
 U64 = npt.NDArray[np.uint64]
@@ -51,7 +51,7 @@ class Layout:
         first = 0
         for geometry in geometries:
             if geometry.name in pools:
-                raise IncompatiblePeerError(f"pool {geometry.name!r} is listed twice; give each pool its own name")
+                raise IncompatiblePeerError(f"pool {shown(geometry.name)} is listed twice; give each pool its own name")
             last = first + len(geometry.page_bytes)
             _check_regions(geometry, first, regions[first:last])
             pools[geometry.name] = PoolPlace(geometry, first, np.array(geometry.page_bytes, np.uint64))
@@ -156,19 +156,19 @@ def _check_regions(geometry: PoolGeometry, first: int, regions: Sequence[Region]
     for number, (region, page_bytes) in enumerate(zip(regions, geometry.page_bytes, strict=True), first):
         if geometry.num_pages < 1 or page_bytes < 1 or region.nbytes != geometry.num_pages * page_bytes:
             raise IncompatiblePeerError(
-                f"pool {geometry.name!r}: region {number} has {region.nbytes} bytes and its geometry says "
+                f"pool {shown(geometry.name)}: region {number} has {region.nbytes} bytes and its geometry says "
                 f"{geometry.num_pages} pages of {page_bytes}; both must describe the same memory"
             )
         if not 0 < region.ptr <= 2**64 - region.nbytes:
             raise IncompatiblePeerError(
-                f"pool {geometry.name!r}: region {number} at {region.ptr:#x} with {region.nbytes} bytes is outside the 64-bit range; "
+                f"pool {shown(geometry.name)}: region {number} at {region.ptr:#x} with {region.nbytes} bytes is outside the 64-bit range; "
                 "it must describe allocated memory"
             )
 
 
 def _place(layout: Layout, name: str) -> PoolPlace:
     if name not in layout.pools:
-        raise PageError(f"there is no pool {name!r}; choose from {', '.join(map(repr, layout.pools))}")
+        raise PageError(f"there is no pool {shown(name)}; choose from {', '.join(map(shown, layout.pools))}")
     return layout.pools[name]
 
 
@@ -179,9 +179,9 @@ def _check_pair(here: PoolPlace, there: PoolPlace, local: Indices, remote: Indic
         raise IncompatiblePeerError(f"{difference}; give both sides one layout")
     for pages in (local, remote):
         if pages.ndim != 1 or pages.dtype != np.int64:
-            raise PageError(f"pool {name!r}: page indices are {pages.dtype} of shape {pages.shape}; pass one flat int64 array")
+            raise PageError(f"pool {shown(name)}: page indices are {pages.dtype} of shape {pages.shape}; pass one flat int64 array")
     if local.size != remote.size:
-        raise PageError(f"pool {name!r}: {local.size} local pages are to go to {remote.size} remote pages; list one for one")
+        raise PageError(f"pool {shown(name)}: {local.size} local pages are to go to {remote.size} remote pages; list one for one")
     check_pages(name, local, here.geometry.num_pages)
     check_pages(name, remote, there.geometry.num_pages)
     check_distinct(name, remote, there.geometry.num_pages)

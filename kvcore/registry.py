@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import TypeVar
 
 import pluggy
 from pydantic import BaseModel, ValidationError
 
 from kvcore.config import describe
-from kvcore.errors import BackendLoadError, BackendOptionsError, BackendVersionError
+from kvcore.errors import MOST_SHOWN, BackendLoadError, BackendOptionsError, BackendVersionError, cause, one_line, shown
 from kvcore.hookspecs import API_VERSION, REQUIRED, BackendInfo, Capabilities, Fact, KVCoreSpec, hookimpl
-from kvcore.installed import GROUP, InstalledBackend, cause, find_backend, near
+from kvcore.installed import GROUP, InstalledBackend, find_backend, near
 from kvcore.states import RoomKey
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ def load_backend(name: str) -> type:
         raise BackendLoadError(f"{chosen} is a {type(backend_class).__name__}, not a class; its entry point must name the backend's class")
     _, _, info = plugin_manager(backend_class)
     if info.name != chosen.name:
-        raise BackendLoadError(f"{chosen} calls itself {info.name!r} in its BackendInfo; its author must give both one name")
+        raise BackendLoadError(f"{chosen} calls itself {shown(info.name)} in its BackendInfo; its author must give both one name")
     return backend_class
 
 
@@ -44,7 +45,7 @@ def plugin_manager(backend_class: type) -> tuple[pluggy.PluginManager, object, B
     Returns manager, instance and the instance's info. Raises ``BackendVersionError`` if it was written for other hooks than this core
     has, and ``BackendLoadError`` naming the hook if one is missing, unknown or not marked, or naming what its info lacks (B2).
     """
-    label = f"backend class {backend_class.__module__}.{backend_class.__qualname__}"
+    label = one_line(f"backend class {backend_class.__module__}.{backend_class.__qualname__}")
     manager = pluggy.PluginManager("kvcore")
     backend = _guarded(backend_class, f"{label} cannot be instantiated", "it is made without arguments; its author must fix __init__")
     _guarded(lambda: manager.register(backend, "backend"), f"{label} cannot be registered", "its author must fix its hooks")
@@ -68,14 +69,16 @@ def validated_options(info: BackendInfo, options: Mapping[str, object]) -> BaseM
     if unknown:
         key = unknown[0]
         allowed = f"choose from {', '.join(sorted(known))}" if known else "it takes none, leave it out"
-        raise BackendOptionsError(f"backend {info.name!r} has no option {key!r} (got {options[key]!r}){near(key, known)}; {allowed}")
+        raise BackendOptionsError(
+            f"backend {shown(info.name)} has no option {shown(key)} (got {shown(options[key])}){near(key, known)}; {allowed}"
+        )
     try:
         return info.options.model_validate(dict(options))
     except ValidationError as error:
-        raise BackendOptionsError(describe(f"options of backend {info.name!r}", error)) from error
+        raise BackendOptionsError(describe(f"options of backend {shown(info.name)}", error)) from error
     except Exception as error:
         raise BackendOptionsError(
-            f"options of backend {info.name!r} refused: {cause(error)}, got {dict(options)!r}; correct them"
+            f"options of backend {shown(info.name)} refused: {cause(error)}, got {shown(dict(options))}; correct them"
         ) from error
 
 
@@ -110,7 +113,9 @@ def _info(manager: pluggy.PluginManager, backend: object, label: str) -> Backend
     results = _guarded(callers["kvcore_backend_info"], f"{label} fails in kvcore_backend_info", "it must need no vendor library")
     info = results[0] if results else None
     if not isinstance(info, BackendInfo) or not _well_formed(info):
-        raise BackendLoadError(f"{label} answers kvcore_backend_info with {info!r}; it must be a BackendInfo with every field of its type")
+        raise BackendLoadError(
+            f"{label} answers kvcore_backend_info with {shown(info)}; it must be a BackendInfo with every field of its type"
+        )
     return info
 
 
@@ -130,9 +135,9 @@ def _check_version(info: BackendInfo) -> None:
     (major, minor), (core_major, core_minor) = info.api_version, API_VERSION
     if major == core_major and minor <= core_minor:
         return
-    older = f"the distribution of backend {info.name!r}" if major < core_major else "kvcore"
+    older = f"the distribution of backend {shown(info.name)}" if major < core_major else "kvcore"
     raise BackendVersionError(
-        f"backend {info.name!r} {info.version} was written for hooks {major}.{minor} "
+        f"backend {shown(info.name)} {one_line(info.version, MOST_SHOWN)} was written for hooks {major}.{minor} "
         f"and this core has {core_major}.{core_minor}; upgrade {older}"
     )
 
@@ -154,18 +159,30 @@ def _check_hooks(manager: pluggy.PluginManager, backend: object, label: str) -> 
 
 
 def _check_capabilities(info: BackendInfo) -> None:
-    capabilities = info.capabilities
-    if not capabilities.visible_on_done:
+    for field in fields(Capabilities):
+        value, (fits, allowed) = getattr(info.capabilities, field.name), _DECLARED[field.type]
+        if not fits(value):
+            raise BackendLoadError(f"backend {shown(info.name)} declares {field.name}={shown(value)}; it must be {allowed}")
+    if not info.capabilities.visible_on_done:
         raise BackendLoadError(
-            f"backend {info.name!r} declares visible_on_done=False and this core cannot add visibility; "
+            f"backend {shown(info.name)} declares visible_on_done=False and this core cannot add visibility; "
             "it must report DONE only when the bytes are in place (R6)"
         )
-    if capabilities.descriptors not in ("flat", "pages"):
-        raise BackendLoadError(f"backend {info.name!r} declares descriptors={capabilities.descriptors!r}; it must be 'flat' or 'pages'")
-    for what in ("parallel", "max_descriptors", "max_bytes"):
-        value = getattr(capabilities, what)
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise BackendLoadError(f"backend {info.name!r} declares {what}={value!r}; it must be an integer of at least 1")
+
+
+def _counts(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+MEMORY = ("cpu", "cuda", "rocm", "npu")
+_DECLARED: Mapping[object, tuple[Callable[[object], bool], str]] = {
+    "frozenset[str]": (lambda value: isinstance(value, frozenset) and set() < value <= set(MEMORY), f"a frozenset of {', '.join(MEMORY)}"),
+    "bool": (lambda value: isinstance(value, bool), "True or False"),
+    "int": (_counts, "an integer of at least 1"),
+    "int | None": (lambda value: value is None or _counts(value), "an integer of at least 1, or None"),
+    "Literal['flat', 'pages']": (lambda value: isinstance(value, str) and value in ("flat", "pages"), "'flat' or 'pages'"),
+}
+"""Which values a field of ``Capabilities`` may have, by its annotation."""
 
 
 def _option_names(model: type[BaseModel]) -> set[str]:

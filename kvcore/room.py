@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-from kvcore.errors import RoomError
+from kvcore.errors import RoomError, shown
 from kvcore.memory import Indices
 from kvcore.metrics import Meter
 from kvcore.protocol import receiver_state, sender_state
@@ -59,5 +59,5 @@ def room_id(room: object, attempt: object) -> RoomId:
     """A checked room id; raises ``RoomError`` naming the range (C6)."""
     for what, value, most, text in (("room", room, MAX_ROOM, "2**63-1"), ("attempt", attempt, MAX_ATTEMPT, "2**31-1")):
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-            raise RoomError(f"{what} {value!r} ({type(value).__name__}) is refused; pass an integer in 0 .. {text}")
+            raise RoomError(f"{what} {shown(value)} ({type(value).__name__}) is refused; pass an integer in 0 .. {text}")
     return RoomId(int(cast("int", room)), int(cast("int", attempt)))  # plain ones: they travel

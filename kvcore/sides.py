@@ -6,10 +6,12 @@ one dies, and a process ends with its driver, whatever it is doing.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -22,11 +24,12 @@ from multiprocessing.context import SpawnProcess
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from kvcore.errors import KVCoreError
+from kvcore.errors import KVCoreError, one_line
 from kvcore.progress import Watch
 from kvcore.states import Side
 
 STOP_S = 2.0
+PR_SET_PDEATHSIG = 1
 SIDES: tuple[Side, Side] = ("prefill", "decode")
 
 S = TypeVar("S")
@@ -78,7 +81,7 @@ class Link:
     def fail(self, error: BaseException) -> None:
         """Send word that it cannot go on; must be called while the error is handled."""
         with suppress(OSError):  # the driver may be gone
-            self.tell(Failed(" ".join(str(error).split()) or type(error).__name__, traceback.format_exc()))
+            self.tell(Failed(one_line(error) or type(error).__name__, traceback.format_exc()))
 
     def hear(self, kind: type[T]) -> T:
         """The next message, which must be of this kind."""
@@ -214,6 +217,8 @@ def _ending(code: int | None) -> str:
 
 def _main(work: Work[S], side: Side, settings: S, connection: Connection, debug: bool) -> None:
     """Entry point of a process."""
+    if sys.platform == "linux":  # by the kernel too, since an engine's call may keep the GIL from the thread below
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_end_with_driver, name="kvcore-driver-watch", daemon=True).start()
     _leave_output_to_driver(debug)
     link = Link(connection)

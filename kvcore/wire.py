@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvcore import errors
 from kvcore.memory import PoolGeometry, Region
 from kvcore.protocol.messages import Abort, Ack, Destination, Drained, Here, Join, Status, Which
 from kvcore.states import FailureCode
@@ -146,7 +147,7 @@ def checked(source: str, to: str, body: Body) -> bytes:
 
 def one_line(text: str) -> str:
     """Text that may hold a peer's words, fit to be logged and sent: one line, and not without end."""
-    return "".join(char if char.isprintable() else " " for char in text[:MAX_TEXT])
+    return errors.one_line(text, MAX_TEXT)
 
 
 def decode(frame: bytes | memoryview) -> Letter:

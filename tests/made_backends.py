@@ -23,6 +23,13 @@ LYING = """
         return DONE
 """
 
+GREEDY = """
+    @hookimpl
+    def kvcore_transfer(self, transfer):
+        return super().kvcore_transfer(replace(transfer, length=transfer.length * 2))
+"""
+"""Writes one page too many for each that it is asked for."""
+
 
 def make_backend(root: Path, name: str, body: str = "", before: str = "", distribution: str = "") -> Path:
     """A distribution ``kvcore-<name>`` 1.5 with a backend that does what ``local`` does but for the hooks in ``body``; ``before`` is run

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvcore.addresses import Address, parse, parse_host
-from kvcore.errors import ConfigError
+from kvcore.errors import ConfigError, shown
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_c77_a_bad_address_is_refused_naming_setting_text_and_form(text: str) ->
         parse(text, "bootstrap")
     message = str(caught.value)
     assert message.startswith("bootstrap must be host:port, IPv6 in brackets")
-    assert repr(text) in message
+    assert shown(text) in message
     assert "\n" not in message
 
 

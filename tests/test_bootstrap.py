@@ -121,7 +121,7 @@ def test_c71_a_group_is_not_ready_until_its_last_rank_is_there(thread: HttpThrea
     directory, results = Directory(thread), Results()
     before = time.monotonic()
     directory.lookup(str(address), results)
-    assert time.monotonic() - before < 0.05
+    assert time.monotonic() - before < 2
     until(lambda: "missing: 3" in (directory.last_error(str(address)) or ""), "the directory heard what is missing")
     assert results.count() == 0
 

@@ -9,16 +9,34 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvcore.bench.idle import SETTLE_S
 from kvcore.buffers import Buffer, random_pages
 from kvcore.sides import ToolError
 from tests.commands import kvcore, one_line, watched
 from tests.made_backends import make_backend
 
+FALL = """
+from kvcore.bootstrap_client import Registrar
+start = Registrar.start
+
+def fall(self):
+    start(self)
+    self._http.stop()
+"""
+LONELY = """
+@hookimpl
+def kvcore_open(self, options, context):
+    if context.side == "prefill":
+        Registrar.start = fall
+    super().kvcore_open(options, context)
+"""
+"""A backend whose prefill side loses its bootstrap service."""
 QUICK = ("bench", "idle", "--rooms", "3", "--window", "1")
 
 
@@ -75,6 +93,14 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], said: str
     done = kvcore(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert one_line(done.stderr) and said in done.stderr and re.search(r"; see kvcore( \w+)* --help$", done.stderr)
+
+
+def test_a_bootstrap_service_that_is_down_fails_in_one_line_with_its_address(tmp_path: Path) -> None:
+    """It goes when prefill has just registered there; decode, which asks it for prefill's ranks, says what was answered."""
+    done = kvcore("doctor", "lonely", "--timeout", "6", path=make_backend(tmp_path, "lonely", LONELY, before=FALL))
+    assert (done.returncode, done.stderr) == (1, "")
+    (failed,) = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    assert re.search(r"decode: room 1 failed.*bootstrap_s passed.*127\.0\.0\.1:\d+.*", failed), failed
 
 
 @pytest.mark.parametrize("command", [("doctor", "lokal"), ("bench", "rooms", "--backend", "lokal"), ("demo", "--backend", "lokal")])
@@ -139,8 +165,10 @@ def test_who_watches_sees_progress_and_the_result_stays_apart() -> None:
 
 
 def test_no_progress_where_stderr_is_piped_and_json_goes_to_its_file(tmp_path: Path) -> None:
-    done = kvcore(*QUICK, "--json", str(tmp_path / "idle.json"))
+    began = time.monotonic()
+    done = kvcore("bench", "idle", "--rooms", "3", "--window", "2", "--json", str(tmp_path / "idle.json"))
     assert (done.returncode, done.stderr) == (0, "")
+    assert time.monotonic() - began > 2 * (2 + SETTLE_S), "both windows were waited for"
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["waiting", "0", "3"]
     assert "\x1b" not in done.stdout
     found = json.loads((tmp_path / "idle.json").read_text())

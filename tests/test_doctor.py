@@ -12,7 +12,7 @@ from kvcore.doctor.patient import Settings
 from kvcore.installed import find_backend
 from kvcore.progress import unwatched
 from tests.commands import kvcore, one_line
-from tests.made_backends import LYING, make_backend
+from tests.made_backends import GREEDY, LYING, make_backend
 
 WORKING = """
 @hookimpl
@@ -68,6 +68,7 @@ def test_all_are_checked_and_one_that_does_not_work_fails_the_whole(tmp_path: Pa
     ("body", "said"),
     [
         ("@hookimpl\ndef kvcore_open(self): raise OSError('no such device: mlx5_7')", ("did not start", "mlx5_7", "check its options")),
+        (GREEDY, ("wrong bytes in region 0, the first at 0 of page 3, which was not to be written", "nothing but what a transfer names")),
         (LYING, ("the room ended with SUCCESS", "wrong bytes in region 0, the first at 0 of page 2", "DONE only when")),
         (
             "@hookimpl\ndef kvcore_transfer(self): os.kill(os.getpid(), signal.SIGSEGV)",
@@ -79,7 +80,7 @@ def test_all_are_checked_and_one_that_does_not_work_fails_the_whole(tmp_path: Pa
         ),
         ("def kvcore_opne(self): pass", ("kvcore_opne", "did you mean 'kvcore_open'")),
     ],
-    ids=["start", "lies", "crash", "close", "hook"],
+    ids=["start", "a page too many", "lies", "crash", "close", "hook"],
 )
 def test_what_is_wrong_is_said_with_the_next_step(
     body: str, said: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -277,6 +277,14 @@ def test_heal_ends_all_faults(pair: Duo) -> None:
 def test_a_hook_that_must_not_block_cannot_be_held(make: object) -> None:
     with pytest.raises(ConfigError, match="choose one of kvcore_transfer"):
         make(FaultPlan())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("make", [FaultPlan.drop_done, FaultPlan.partial], ids=["drop_done", "partial"])
+def test_a_fault_of_transfers_may_name_that_hook_and_no_other(make: Callable[..., FaultPlan]) -> None:
+    plan = FaultPlan()
+    assert make(plan, hook="kvcore_transfer", room=1) is plan
+    with pytest.raises(ConfigError, match="hook 'kvcore_poll' cannot have this fault; choose one of kvcore_transfer"):
+        make(plan, hook="kvcore_poll")
 
 
 def test_an_unknown_hook_is_refused() -> None:

@@ -15,7 +15,7 @@ from kvcore import KVPoll, Limits
 from kvcore.protocol import events as ev
 from kvcore.rooms import RoomTable
 from kvcore.states import RoomId
-from tests.helpers import SOON_S, manager, memory, number, stays, wait_until
+from tests.helpers import SOON_S, cpu_s, manager, memory, number, stays, wait_until
 from tests.processes.driver import Child, until
 
 ROLES, ROOMS = ("prefill", "decode"), 5000
@@ -114,12 +114,12 @@ def test_thousands_of_rooms_that_wait_for_a_peer_do_not_slow_the_control_thread(
     with manager("decode", memory(4), limits={"bootstrap_s": 60.0}) as decode:
         handles = [decode.receiver(number(), "127.0.0.1:9") for _ in range(3000)]
         wait_until(lambda: decode.stats().stores["searches"] == len(handles))
-        before = time.process_time()
+        before = cpu_s()
         for _ in range(200):
             turned = threading.Event()
             decode.control.call(turned.set)
             assert turned.wait(SOON_S)
-        assert time.process_time() - before < 0.5
+        assert cpu_s() - before < 0.5
         for handle in handles:
             handle.clear()
 

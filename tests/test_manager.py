@@ -22,8 +22,11 @@ from kvcore import Config, ConfigError, FailureCode, Handle, KVManager, KVPoll, 
 from kvcore.faults import ControlTap
 from kvcore.protocol.messages import Join
 from kvcore.wire import Ping, Stranger, encode
+from tests.cases.ports import ask
+from tests.fake_backends import BlockingBackend, install, start
 from tests.helpers import (
     BACKENDS,
+    SOON_S,
     Array,
     Duo,
     Events,
@@ -271,18 +274,6 @@ def test_t3_too_many_pages_are_found_with_the_chunk_that_has_them(pair: Duo) -> 
     wait_until(lambda: pair.equal([1, 2], [4, 5]))
     sender.send([3])
     assert "3 pages" in failure_of(receiver).reason and "listed 2" in failure_of(sender).reason
-
-
-def test_t6_retry_goes_on_until_the_rooms_limit() -> None:
-    with duo(transfer_s=0.5) as pair:
-        pair.pair().plan.retry()
-        sender, receiver = pair.open()
-        receiver.receive(PAGES)
-        sender.send(PAGES, last=True)
-        assert "transfer_s" in failure_of(sender).reason
-        ended(receiver, KVPoll.FAILED)
-        assert sender.wait_release_safe(5) and receiver.wait_release_safe(5)
-        assert 3 < pair.plan.counts["retry"] < 60
 
 
 @pytest.mark.parametrize(
@@ -654,6 +645,36 @@ def test_the_admin_port_answers(pair: Duo) -> None:
         assert get("/rooms/x")[0] == get("/rooms/7?attempt=x")[0] == 400
         sender.clear()
     assert pair.prefill.admin_address == ""
+
+
+UNWELL = ["closing", "its control thread has ended", "its workers are stuck"]
+
+
+@pytest.mark.parametrize("why", UNWELL)
+def test_health_is_503_while_rooms_cannot_be_served(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    fake, source, target = install(monkeypatch, BlockingBackend), memory(8, seed=3), memory(8)
+    monkeypatch.setattr("kvcore.ledger.STUCK_PER_WORKER", 1)
+    stuck = why == "its workers are stuck"
+    own: dict[str, Any] = {"backend": "fake", "limits": {"ticket_s": 0.3 if stuck else 9.0, "drain_s": 20.0}}
+    with manager("prefill", source, admin="127.0.0.1:0", **own) as prefill, manager("decode", target, **own) as decode:
+
+        def health() -> tuple[int, object]:
+            return ask(prefill.admin_address, "GET", "/health")
+
+        assert health() == (200, {"ok": True})
+        gate = fake.made[0].gate(room := number())
+        try:
+            start(Duo(prefill, decode, source, target), 1, room)
+            wait_until(lambda: gate.met)
+            if why == "closing":
+                threading.Thread(target=prefill.close, daemon=True).start()
+            elif not stuck:
+                prefill.control.stop(SOON_S)
+            wait_until(lambda: health() == (503, {"ok": False}), what=why)
+        finally:
+            fake.made[0].open_gates()
+        if stuck:
+            wait_until(lambda: health() == (200, {"ok": True}))
 
 
 # --- beginning and end

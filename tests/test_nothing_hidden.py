@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import gc
 import queue
+import threading
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +21,7 @@ from kvcore import Handle, KVManager, KVPoll, core, hookimpl
 from kvcore.backends.local import LocalBackend
 from kvcore.faults import FaultPlan
 from kvcore.peers import Peers
-from tests.helpers import Duo, Flag, duo, manager, memory, number, wait_until
+from tests.helpers import SOON_S, Duo, Flag, duo, manager, memory, number, wait_until
 from tests.hidden import containers, module_stores
 
 LIMITS = {"bootstrap_s": 60.0, "input_s": 60.0, "transfer_s": 60.0, "ticket_s": 30.0, "quarantine_s": 60.0}
@@ -31,6 +33,7 @@ STATE = f"{TABLE}._slots[].state"
 
 COVERED = {
     "slots": [f"{TABLE}._slots"],
+    "watchers": [f"{TABLE}._slots[].watchers"],
     "records": [f"{TABLE}._records"],
     "timers": [f"{TABLE}._timers._delay_of"],
     "tickets": [f"{STATE}.flights[].running", f"{STATE}.flights[].stuck"],
@@ -163,6 +166,13 @@ class Crowd:
         for pair in [self.misfit] * times:
             self.handles += pair.open()
 
+    def wait(self) -> None:
+        """Wait for every room in every way, and give up."""
+        for handle in self.handles:
+            handle.wait(0)
+            handle.wait_release_safe(0)
+        asyncio.run(give_up_awaiting(self.handles))
+
     def clear(self) -> None:
         """Clear all rooms, and wait until nothing is kept of them."""
         for pair in self.duos:
@@ -230,6 +240,17 @@ def open_rooms(duo: Duo) -> list[Handle]:
     return [*handles, refused, duo.decode.receiver(number(), "127.0.0.1:9")]
 
 
+async def give_up_awaiting(handles: Sequence[Handle]) -> None:
+    async def terminal(handle: Handle) -> None:
+        await handle
+
+    tasks = [asyncio.create_task(terminal(handle)) for handle in handles]
+    await asyncio.wait(tasks, timeout=0.05)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_no_store_is_hidden_from_stats_and_none_lasts(side: str) -> None:
     with crowd(side) as those:
@@ -237,6 +258,8 @@ def test_no_store_is_hidden_from_stats_and_none_lasts(side: str) -> None:
         those.open(200 // (PEERS * KINDS) + 1)
         assert hub.stats().peers == PEERS and hub.stats().stores["rooms"] > 100
         assert not settled(those.watched.hidden)
+        those.wait()
+        assert hub.stats().stores["watchers"] == 0, "who waits no more leaves nothing with a room that lives on"
         those.clear()
         assert not settled(those.watched.hidden)
         those.end()
@@ -255,6 +278,21 @@ def test_rooms_that_wait_for_a_peer_to_pair_are_in_stats() -> None:
         hold.release()
         wait_until(lambda: handles[-1].poll() is KVPoll.WAITING_FOR_INPUT)
         assert pair.decode.stats().stores["link_waiters"] == 0 and not settled(watched.hidden)
+
+
+def test_who_waits_is_in_stats() -> None:
+    with duo() as pair:
+        watched, (sender, receiver) = Watched(pair.decode), pair.open()
+        waits = [threading.Thread(target=wait, args=(30.0,), daemon=True) for wait in (receiver.wait, receiver.wait) * 3]
+        for thread in waits:
+            thread.start()
+        wait_until(lambda: pair.decode.stats().stores["watchers"] == len(waits))
+        assert not settled(watched.hidden)
+        receiver.abort()
+        for thread in waits:
+            thread.join(SOON_S)
+        assert pair.decode.stats().stores["watchers"] == 0 and not any(thread.is_alive() for thread in waits)
+        sender.clear()
 
 
 # --- the check finds what is hidden

@@ -94,7 +94,7 @@ class Waiter:
 class Bench:
     """One instance's peers. It is their home, and what it is asked to do slowly happens at ``work``."""
 
-    def __init__(self, me: str, *, fences: bool = False, needs_process_to_write: bool = False) -> None:
+    def __init__(self, me: str, *, fences: bool = False, declares: bool = True, needs_process_to_write: bool = False) -> None:
         self.name = me
         self.fences = fences
         self.holding = False
@@ -108,7 +108,7 @@ class Bench:
             kvcore_connect=lambda peer: self.connected.append(peer.id),
             kvcore_disconnect=lambda peer: self.fences,
         )
-        able = Capabilities(needs_process_to_write=needs_process_to_write)
+        able = Capabilities(fences_on_disconnect=fences and declares, needs_process_to_write=needs_process_to_write)
         self.peers = Peers(introduction(me), SEND_S, cast(Hooks, hooks), able, self)
         self.channel = FakeChannel()
         self.peers.channel = cast(Channel, self.channel)
@@ -271,6 +271,17 @@ def test_r4_what_fences_the_pages_of_a_lost_peer(
     assert bench.fenced_pages == [] or not fences, "not before disconnect has answered"
     bench.work()
     assert sorted(set(bench.fenced_pages)) == expected
+
+
+def test_r4_a_disconnect_fences_writes_here_only_where_the_backend_declares_it(gone: set[int]) -> None:
+    """What this side's own engine reads is its own affair: its disconnect says that it reads for that peer no more."""
+    bench = Bench("decode-1", fences=True, declares=False)
+    bench.pair_with_prefill()
+    bench.holding = True
+    gone.add(PIDS["prefill-1"])
+    bench.run(LIVENESS_S + 2.0)
+    bench.work()
+    assert set(bench.fenced_pages) == {("prefill-1", "prefill")}
 
 
 def test_r4_a_silent_peer_whose_process_is_found_gone_later_is_fenced_then(gone: set[int]) -> None:

@@ -504,7 +504,7 @@ def test_p2_a_frozen_decode_process_blocks_nothing_and_is_lost_in_time(two: list
             times.append(prefill.took_s)
     senders[0].abort("enough")
     times.append(prefill.took_s)
-    assert sorted(times)[-2] < 0.05, "no call waits for a peer"  # one may meet a busy machine
+    assert sorted(times)[-2] < BRIEF["liveness_s"] / 3, "no call waits for a peer"  # one may meet a busy machine
     written = written_all_the_same(flying)
     for handle in senders[1:] if written else [*senders[1:], flying]:
         assert handle.wait(BRIEF["liveness_s"] + SOON_S) == "FAILED"
@@ -535,7 +535,7 @@ def test_p2_a_frozen_prefill_process_blocks_nothing_and_is_lost_in_time(two: lis
         for call in (late.poll, lambda: late.receive([9]), receivers[1].poll, lambda: late.abort("enough"), late.clear):  # noqa: B023
             call()
             times.append(decode.took_s)
-    assert sorted(times)[-2] < 0.05, "no call waits for a peer"
+    assert sorted(times)[-2] < BRIEF["liveness_s"] / 3, "no call waits for a peer"
     for receiver in receivers:
         assert receiver.wait(BRIEF["liveness_s"] + SOON_S) == "FAILED"
         assert receiver.failure.code == "peer_lost"

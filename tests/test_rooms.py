@@ -19,7 +19,22 @@ from kvcore.room import Room
 from kvcore.rooms import RoomTable
 from kvcore.states import Reason, RoomId, RoomKey
 from kvcore.wire import Letter
-from tests.helpers import BACKENDS, Calls, Duo, Flag, duo, ended, full_stores, manager, memory, number, stays, stores_empty, wait_until
+from tests.helpers import (
+    BACKENDS,
+    SOON_S,
+    Calls,
+    Duo,
+    Flag,
+    duo,
+    ended,
+    full_stores,
+    manager,
+    memory,
+    number,
+    stays,
+    stores_empty,
+    wait_until,
+)
 
 PAGES = [3, 8, 1]
 
@@ -85,11 +100,11 @@ def test_a1_abort_does_not_wait_for_an_engine_or_a_network_that_is_stuck(pair: D
         @hookimpl(tryfirst=True)
         def kvcore_transfer(self, transfer: Transfer) -> None:
             entered.set()
-            stuck.wait(5)
+            stuck.wait(SOON_S)
 
     pair.prefill.add_observer(Stuck())
-    pair.prefill.control.call(lambda: stuck.wait(5))
-    pair.decode.control.call(lambda: stuck.wait(5))
+    pair.prefill.control.call(lambda: stuck.wait(SOON_S))
+    pair.decode.control.call(lambda: stuck.wait(SOON_S))
     sender, receiver = published_without_network(pair)
     assert not entered.is_set()
     longest = 0.0
@@ -98,7 +113,7 @@ def test_a1_abort_does_not_wait_for_an_engine_or_a_network_that_is_stuck(pair: D
         handle.abort()
         handle.clear()
         longest = max(longest, time.monotonic() - begun)
-    assert longest < 0.2
+    assert longest < SOON_S / 5
     stuck.set()
     pair.stores_empty()
 
@@ -132,34 +147,6 @@ def test_a5_after_abort_nothing_more_is_started_and_what_runs_is_cancelled(pair:
     assert sender.wait_release_safe(5) and receiver.wait_release_safe(5)
     assert [transfer.chunk for transfer in calls.transfers if transfer.room.number == sender.room] == [1, 1]  # the plan passes it on
     assert calls.aborts == [(RoomKey("prefill", sender.room, 0, sender.generation), 1)]
-
-
-def test_a7_abort_before_the_prefill_side_can_be_reached(pair: Duo) -> None:
-    receiver = pair.decode.receiver(number(), "127.0.0.1:9")
-    receiver.abort("given up")
-    assert receiver.poll() is KVPoll.FAILED and receiver.unpaired and receiver.is_release_safe()
-    receiver.clear()
-    assert full_stores(pair.decode)["unrouted_aborts"] == 1
-    pair.stores_empty()
-
-
-def test_a7_abort_before_the_peer_was_ever_met() -> None:
-    with duo(orphan_s=0.6) as pair:
-        sender, receiver = pair.open()
-        receiver.abort("changed my mind")  # nothing is paired yet
-        failed_with(sender, "changed my mind", FailureCode.ABORTED, "decode")
-        other, late = pair.open()
-        other.abort("prefill first")
-        failed_with(late, "prefill first", FailureCode.ABORTED, "prefill")
-
-
-def test_a7_a_receiver_that_published_nothing_is_told(pair: Duo) -> None:
-    sender, receiver = pair.open()
-    wait_until(lambda: receiver.poll() is KVPoll.WAITING_FOR_INPUT)
-    sender.abort("no tokens")
-    failed_with(receiver, "no tokens", FailureCode.ABORTED, "prefill")
-    receiver.receive(PAGES)  # does nothing on an ended room
-    assert receiver.is_release_safe()
 
 
 def test_a7_a_receiver_of_a_room_that_nobody_opens_is_told_after_orphan_s(pair: Duo) -> None:
@@ -254,15 +241,6 @@ def test_c2_a_clear_of_an_old_handle_never_touches_a_newer_lifetime(pair: Duo) -
     ended(sender, KVPoll.SUCCESS)
     old_sender.clear()
     assert pair.prefill.status(sender.room) is pair.decode.status(sender.room) is KVPoll.SUCCESS
-
-
-@pytest.mark.parametrize("who", ["prefill", "decode"])
-def test_c3_clear_of_a_live_room_tells_the_peer(pair: Duo, who: str) -> None:
-    sender, receiver = published(pair)
-    here, there = (sender, receiver) if who == "prefill" else (receiver, sender)
-    here.clear()
-    failed_with(here, "cleared before it ended", FailureCode.ABORTED, who)
-    failed_with(there, "cleared before it ended", FailureCode.ABORTED, who)
 
 
 def test_c3_leaving_a_with_block_clears(pair: Duo) -> None:

@@ -395,7 +395,7 @@ def test_b5_a_fence_that_fails_at_the_end_does_not_keep_the_engine_from_being_cl
                 raise RuntimeError("no fence")
             return False
 
-    fake = install(monkeypatch, BadFence, cancel=False)
+    fake = install(monkeypatch, BadFence, cancel=False, fences_on_disconnect=True)
     with running(fake) as [pair]:
         pair.pair()
         fake.made[0].held.set()

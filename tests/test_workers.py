@@ -254,7 +254,7 @@ def test_a_blocking_transfer_may_return_a_ticket_to_be_polled(monkeypatch: pytes
 def test_health_is_false_while_too_many_workers_are_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcore.ledger.STUCK_PER_WORKER", 2)
     fake = install(monkeypatch, BlockingBackend)
-    with running(fake, ticket_s=0.1, transfer_s=1.0) as (duo,):
+    with running(fake, ticket_s=0.3, transfer_s=1.0) as (duo,):
         fake.made[0].gate(room := number())
         sender, _ = start(duo, 1, room)
         ended(sender, KVPoll.FAILED)

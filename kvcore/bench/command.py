@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcore.cli_options import Backend, Host, JsonFile, OptionsFile, Timeout, read_options, seconds, write_json
+from kvcore.cli_options import Backend, Host, JsonFile, Options, Timeout, seconds, write_json
 from kvcore.installed import find_backend
 from kvcore.progress import progress
 
@@ -45,7 +45,7 @@ def rooms(
     in_flight: Annotated[list[int], typer.Option(min=1, max=10_000, help="Rooms at a time; may be given more than once.")] = IN_FLIGHT,
     page_bytes: Annotated[int, typer.Option(min=1, max=MOST_BYTES, help="Bytes of the one page of a room.")] = 16384,
     repeats: Repeats = 3,
-    options: OptionsFile = None,
+    options: Options = None,
     host: Host = "127.0.0.1",
     timeout: Timeout = 120.0,
     json_file: JsonFile = None,
@@ -71,7 +71,7 @@ def bandwidth(
     room_bytes: Annotated[int, typer.Option(min=1, max=MOST_BYTES, help="Bytes of a room, a page at least.")] = 64 << 20,
     order: Annotated[list[Order], typer.Option(help="How the pages lie on both sides; may be given more than once.")] = ORDER,
     repeats: Repeats = 5,
-    options: OptionsFile = None,
+    options: Options = None,
     host: Host = "127.0.0.1",
     timeout: Timeout = 120.0,
     json_file: JsonFile = None,
@@ -92,7 +92,7 @@ def idle(
     backend: Backend = "local",
     rooms: Annotated[int, typer.Option(min=1, max=MOST_ROOMS, help="Rooms that wait.")] = 5000,
     window: Annotated[float, typer.Option(callback=seconds, help="Seconds to look at the clocks for.")] = 5.0,
-    options: OptionsFile = None,
+    options: Options = None,
     host: Host = "127.0.0.1",
     timeout: Timeout = 120.0,
     json_file: JsonFile = None,
@@ -123,11 +123,11 @@ def plan(repeats: Annotated[int, typer.Option(min=1, help="How often each chunk 
         raise typer.Exit(1)
 
 
-def _setup(context: typer.Context, backend: str, options: Path | None, host: str, patience_s: float) -> Setup:
+def _setup(context: typer.Context, backend: str, options: dict[str, Any] | None, host: str, patience_s: float) -> Setup:
     find_backend(backend)  # a misspelt name should not wait for two processes
     from kvcore.bench.setup import Setup
 
-    return Setup(backend, read_options(options), host, patience_s, bool(context.obj))
+    return Setup(backend, options or {}, host, patience_s, bool(context.obj))
 
 
 def _fit(nbytes: int, option: str, what: str) -> None:

@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcore.cli_options import Host, OptionsFile, Timeout, read_options
+from kvcore.cli_options import Host, Options, Timeout
+from kvcore.errors import one_line
 from kvcore.installed import InstalledBackend, find_backend, list_backends
 from kvcore.progress import progress
 
 if TYPE_CHECKING:
     from kvcore.doctor.examination import Finding
+
+MOST_CHARACTERS = 300
+"""Of a thing that a backend says of itself."""
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")]
 
@@ -26,7 +30,7 @@ def backends(as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps({"backends": [asdict(backend) for backend in found]}))
         return
-    rows = [("name", "distribution", "version"), *((one.name, one.distribution, one.version) for one in found)]
+    rows = [("name", "distribution", "version"), *(tuple(map(_said, (one.name, one.distribution, one.version))) for one in found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         typer.echo("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
@@ -35,7 +39,7 @@ def backends(as_json: AsJson = False) -> None:
 def doctor(
     context: typer.Context,
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="The backend to check; default: all that are installed.")] = None,
-    options: OptionsFile = None,
+    options: Options = None,
     host: Host = "127.0.0.1",
     timeout: Timeout = 30.0,
     as_json: AsJson = False,
@@ -52,7 +56,7 @@ def doctor(
 
     findings = []
     for backend in asked:
-        settings = Settings(f"{backend.name}@{backend.distribution}", read_options(options), host, timeout, bool(context.obj))
+        settings = Settings(f"{backend.name}@{backend.distribution}", options or {}, host, timeout, bool(context.obj))
         with progress() as watch:
             watch("checking", f"{backend.name} of {backend.distribution}")
             findings.append(examine(backend, settings, watch))
@@ -72,14 +76,15 @@ def doctor(
 def lines(finding: Finding) -> Iterator[str]:
     """What was found of one backend, for people."""
     mark = "FAILED" if finding.problem else "ok"
-    yield f"{mark:6}  {_name(finding.backend)}: {finding.problem or f'moved a page between two processes in {finding.seconds:.1f} s'}"
+    well = f"moved a page between two processes in {finding.seconds:.1f} s"
+    yield f"{mark:6}  {_name(finding.backend)}: {one_line(finding.problem) or well}"
     about = finding.about
     if about is None:
         return
     able = ", ".join(about.capabilities["memory"])
     yield f"        version {about.version}, hooks {about.api_version}, wire version {about.wire_version}, moves {able} memory"
     for fact in about.facts:
-        yield f"        {fact.name}: {fact.value}" + (f"; {fact.advice}" if fact.advice else "")
+        yield f"        {_said(fact.name)}: {_said(fact.value)}" + (f"; {_said(fact.advice)}" if fact.advice else "")
 
 
 def summary(findings: list[Finding]) -> str:
@@ -90,5 +95,9 @@ def summary(findings: list[Finding]) -> str:
     return f"ok: {len(findings)} of {len(findings)} work"
 
 
+def _said(text: str) -> str:
+    return one_line(text, MOST_CHARACTERS)
+
+
 def _name(backend: InstalledBackend) -> str:
-    return f"{backend.name} ({backend.distribution} {backend.version})"
+    return _said(f"{backend.name} ({backend.distribution} {backend.version})")

@@ -11,9 +11,8 @@ import numpy as np
 import kvcore
 from kvcore import registry
 from kvcore.buffers import Buffer, Bytes, random_pages
-from kvcore.errors import KVCoreError
+from kvcore.errors import KVCoreError, cause, one_line
 from kvcore.hookspecs import Fact
-from kvcore.installed import cause
 from kvcore.sides import Close, Link
 from kvcore.states import Side
 
@@ -156,7 +155,7 @@ def _config(side: Side, settings: Settings) -> kvcore.Config:
 def _about(info: kvcore.BackendInfo, facts: Any) -> About:
     able = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in asdict(info.capabilities).items()}
     api_version = ".".join(map(str, info.api_version))
-    return About(str(info.version), str(info.wire_version), api_version, able, tuple(_asked(facts)))
+    return About(one_line(info.version), one_line(info.wire_version), api_version, able, tuple(_asked(facts)))
 
 
 def _asked(facts: Any) -> list[Fact]:

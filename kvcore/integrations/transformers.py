@@ -18,7 +18,7 @@ import torch
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from kvcore.errors import ConfigError, PageError
+from kvcore.errors import ConfigError, PageError, shown
 from kvcore.memory import Pool, check_distinct
 
 Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -45,7 +45,7 @@ class PagedKV:
     ) -> None:
         for what, value in (("num_pages", num_pages), ("page_size", page_size)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"pool {name!r}: {what} must be an integer of at least 1, got {value!r}")
+                raise ConfigError(f"pool {shown(name)}: {what} must be an integer of at least 1, got {shown(value)}")
         layers, heads, head_dim = _geometry(config)
         shape = (num_pages, page_size, heads, head_dim)
         self.config = config
@@ -120,7 +120,7 @@ class PagedKV:
 
     @property
     def _of(self) -> str:
-        return f"pool {self.pool.name!r}"
+        return f"pool {shown(self.pool.name)}"
 
     def _check(self, pages: Sequence[int]) -> None:
         check_distinct(self.pool.name, self.pool.indices(pages), self.pool.num_pages)
@@ -169,7 +169,7 @@ def _geometry(config: PretrainedConfig) -> tuple[int, int, int]:
     for number, layer in enumerate(layers):
         if type(layer) is not DynamicLayer:
             kind = type(layer).__name__
-            raise ConfigError(f"model {config.model_type!r}: layer {number} caches as {kind}; choose a model of full attention")
+            raise ConfigError(f"model {shown(config.model_type)}: layer {number} caches as {kind}; choose a model of full attention")
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -29,6 +29,7 @@ from tests.helpers import (
     ended,
     fences,
     full_stores,
+    meet,
     number,
     stays,
     stores_empty,
@@ -63,7 +64,9 @@ def sides(pair: Duo, side: str, handles: Sequence[Any]) -> tuple[Any, Any, KVMan
 
 # --- C01: one side ends while the other waits
 
-SHORT = {"bootstrap_s": 0.4, "input_s": 0.4, "transfer_s": 0.4}
+SHORT_S = 0.6
+WHILE = {"opened": "bootstrap_s", "published": "input_s", "in flight": "transfer_s"}
+"""The limit that runs at each moment; once joined, decode waits for input already."""
 WAYS = {
     "abort": ("not wanted", FailureCode.ABORTED),
     "clear": ("cleared before it ended", FailureCode.ABORTED),
@@ -95,8 +98,9 @@ def end(way: str, handles: list[Any], which: int, manager: KVManager) -> None:
 def test_c01_the_side_that_waits_hears_long_before_its_limit(backend: str, side: str, moment: str, way: str) -> None:
     """However and whenever one side ends a room, the other fails at once with that reason, and its pages can be released. (Who has not
     met a side that is closed waits for one that starts at its address.)"""
-    with duo(backend, own={side: SHORT} if way == "limit" else {}, orphan_s=2.0) as pair:
-        pair.pair()
+    limit = WHILE.get(moment, "bootstrap_s" if side == "prefill" else "input_s")
+    with duo(backend, own={side: {limit: SHORT_S}} if way == "limit" else {}, orphan_s=2.0) as pair:
+        meet(pair)
         handles: list[Any] = list(at(pair, moment))
         which = SIDES.index(side)
         there, (mine, theirs) = handles[1 - which], sides(pair, side, handles)[2:]
@@ -283,19 +287,25 @@ def test_c06_no_such_room_without_a_reason_ends_a_receiver_that_waits(backend: s
 @pytest.mark.parametrize("prefix", [0, 4])
 @pytest.mark.parametrize("first", ["receive", "send"])
 @pytest.mark.parametrize("nothing", [[], {}, {"kv": []}, np.array([], np.int64)], ids=["list", "no pools", "empty pool", "array"])
-def test_c06_a_room_without_pages_is_a_normal_success(pair: Duo, nothing: Any, first: str, prefix: int) -> None:
-    """Empty page lists of every form, as when decode holds everything already, end the room well, whichever side names them first."""
+def test_c06_c83_a_room_without_pages_is_a_normal_success(pair: Duo, nothing: Any, first: str, prefix: int) -> None:
+    """Empty page lists of every form, as when decode holds everything already, end the room well, whichever side names them first: with
+    the last chunk, and not before; the engine is given nothing."""
+    calls = Calls()
+    pair.prefill.add_observer(calls)
     sender, receiver = pair.open()
     if first == "receive":
         receiver.receive(nothing, prefix_pages=prefix)
         wait_until(lambda: sender.poll() is KVPoll.WAITING_FOR_INPUT)
     sender.send(nothing)
-    sender.send(nothing, last=True, record=b"token")
     if first == "send":
         receiver.receive(nothing, prefix_pages=prefix)
+    wait_until(lambda: receiver.poll() is KVPoll.TRANSFERRING)
+    stays(lambda: not sender.poll().terminal and not receiver.poll().terminal, 0.02)
+    sender.send(nothing, last=True, record=b"token")
     for handle in (sender, receiver):
         ended(handle, KVPoll.SUCCESS)
-    assert receiver.record == b"token" and dict(sender.prefix_pages) == {"kv": prefix} and pair.untouched()
+    assert receiver.record == b"token" and dict(sender.prefix_pages) == {"kv": prefix}
+    assert calls.transfers == [] and pair.untouched()
 
 
 # --- C07: the notice is lost
@@ -335,7 +345,8 @@ def test_c07_where_the_notice_never_comes_the_limit_ends_the_room(backend: str, 
     """With every notice lost, the other side ends by its own limit; nothing is sent after that, and the pages are released."""
     other = SIDES[1 - SIDES.index(side)]
     calls = Calls()
-    with duo(backend, own={other: {"input_s": 0.4}}) as pair, ControlTap(pair.pair().decode) as tap:
+    with duo(backend, own={other: {"input_s": SHORT_S}}) as pair, ControlTap(pair.decode) as tap:
+        meet(pair)
         pair.prefill.add_observer(calls)
         lost = tap.drop(lambda letter, outgoing: isinstance(letter.body, Abort | Status))
         sender, receiver = at(pair, "published")
@@ -406,8 +417,7 @@ def leave(pair: Duo, side: str, way: str, cleared: bool) -> Handle:
 def test_c09_a_side_left_alone_ends_and_leaves_nothing(backend: str, side: str, way: str) -> None:
     """A room that the other side never opens ends by its limit or by a cancel; after clear and the limits of C1 nothing is stored, and
     a receiver that comes even later is told that there is no such room."""
-    with duo(backend, orphan_s=0.4, own={side: {"bootstrap_s": 0.3}}) as pair:
-        pair.pair()
+    with duo(backend, orphan_s=0.4, own={side: {"bootstrap_s": 0.3}} if way == "limit" else {}) as pair:
         alone = leave(pair, side, way, cleared=True)
         pair.stores_empty()
         if side == "prefill":
@@ -421,9 +431,9 @@ def test_c09_a_side_left_alone_ends_and_leaves_nothing(backend: str, side: str, 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_c09_who_comes_after_the_end_is_told_at_once(backend: str, side: str, way: str, cleared: bool) -> None:
-    """The other side arrives after all, within ``orphan_s``: it fails at once with the reason of the side that has ended."""
-    with duo(backend, orphan_s=2.0, own={side: {"bootstrap_s": 0.3}}) as pair:
-        pair.pair()
+    """The other side arrives after all, within ``orphan_s``: it fails at once with the reason of the side that has ended. The two
+    instances have not met before."""
+    with duo(backend, orphan_s=2.0, own={side: {"bootstrap_s": 0.3}} if way == "limit" else {}) as pair:
         alone = leave(pair, side, way, cleared)
         begun = time.monotonic()
         late: Handle

@@ -30,6 +30,7 @@ from tests.helpers import (
     fences,
     full_stores,
     manager,
+    meet,
     memory,
     number,
     stays,
@@ -526,7 +527,8 @@ def all_end_by_time_alone(pair: Duo, handles: Sequence[Handle], events: tuple[Ev
 def test_c19_limits_fire_without_new_work(backend: str, side: str, polled: bool) -> None:
     """Rooms stuck at every stage, and no new request: all end, and what is kept of them goes, by the limits of one side alone."""
     with duo(backend, own={side: SHORT}, **BRIEF) as pair:
-        events = observed(pair.pair())
+        meet(pair)
+        events = observed(pair)
         stages = (f"{side} only", *MOMENTS[:3], "first chunk arrived")
         handles = [handle for stage in stages for handle in staged(pair, stage)]
         all_end_by_time_alone(pair, handles, events, polled)
@@ -539,7 +541,8 @@ def test_c19_limits_fire_without_new_work(backend: str, side: str, polled: bool)
 def test_c19_a_ticket_that_never_ends_is_given_up_without_new_work(backend: str) -> None:
     """A single room whose engine reports no end, and nothing else at all: ``ticket_s`` ends it, and its pages come back."""
     with duo(backend, **BRIEF) as pair:
-        events = observed(pair.pair())
+        meet(pair)
+        events = observed(pair)
         pair.plan.drop_done()
         sender, receiver = at(pair, "published")
         sender.send(PAGES, last=True)
@@ -552,7 +555,7 @@ def test_c19_a_worker_that_never_returns_holds_pages_no_longer_than_the_limits(m
     """The same with a backend whose transfer call blocks for ever, one room per worker and more."""
     fake = install(monkeypatch, BlockingBackend, parallel=2)
     with running(fake, **SHORT | BRIEF) as [pair]:
-        pair.pair()
+        meet(pair)
         events = observed(pair)
         handles: list[Handle] = []
         for _ in range(4):
@@ -735,6 +738,7 @@ def test_c21_a_cancel_towards_nobody_is_no_result(caplog: pytest.LogCaptureFixtu
         rooms = [decode.receiver(number(), nobody) for _ in range(2)]
         rooms[0].receive([1])
         cancel(*rooms)
+        assert full_stores(decode)["unrouted_aborts"] == 2 and all(room.unpaired for room in rooms)
         no_result(decode, *rooms, events)
         decode.reject(number(), "unknown model", nobody)
         assert decode.rooms() == {}

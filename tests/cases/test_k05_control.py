@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from tests.helpers import (
     Events,
     Flag,
     config,
+    cpu_s,
     duo,
     ended,
     manager,
@@ -474,17 +476,9 @@ def one_fails_the_other_goes_on(pair: Duo, spoil: Callable[[int], object], error
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("hook", ["kvcore_transfer", "kvcore_poll"])
-def test_c44_an_exception_fails_its_room_only(backend: str, hook: str, error: BaseException) -> None:
-    """A backend that raises for one room, whatever it raises: that room fails on both sides with the text, the next one works."""
-    with duo(backend) as pair:
-        pair.pair()
-        one_fails_the_other_goes_on(pair, lambda room: pair.plan.raise_(error, hook=hook, room=room), error)
-
-
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_c44_an_exception_ends_no_worker(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    """The same on the only worker of a backend that blocks: the next room has that worker."""
+    """A backend that blocks raises for one room on its only worker: that room fails on both sides with the text, the next has that worker.
+    (Over every engine: C29.)"""
     fake = install(monkeypatch, BlockingBackend, parallel=1)
 
     def bad(transfer: Transfer) -> None:
@@ -652,13 +646,13 @@ def test_c47_a_kind_of_letter_lost_for_good(
     ):
         pair.pair()
         tap.drop(lost)
-        busy, begun = time.process_time(), time.monotonic()
+        busy, begun = cpu_s(), time.monotonic()
         handles = begin(pair, story)
         for handle in handles:
             handle.wait(SOON_S)
         took = time.monotonic() - begun
         assert [handle.poll().name for handle in handles] == [sender_ends, receiver_ends]
-        assert took < 5 and time.process_time() - busy < 0.15 + 0.3 * took, "nothing spins"
+        assert took < SOON_S and cpu_s() - busy < 0.2 + 0.3 * took, "nothing spins"
         late = [handle.failure for handle in handles if handle.failure is not None and handle.failure.code is FailureCode.TIMEOUT]
         for failure in late:
             assert [line for line in caplog.messages if line == failure.reason] == [failure.reason]
@@ -668,15 +662,21 @@ def test_c47_a_kind_of_letter_lost_for_good(
 
 def test_c47_many_rooms_at_once_are_logged_in_few_lines(caplog: pytest.LogCaptureFixture) -> None:
     """Fifty rooms run into a limit at once: few lines, and the next one says how many were left out."""
-    with caplog.at_level(logging.WARNING, "kvcore.core"), duo(bootstrap_s=0.2) as pair:
+    limits = "kvcore.core"  # tells of handles that are dropped as well
+
+    def lines() -> list[logging.LogRecord]:
+        return [record for record in caplog.records if "bootstrap_s passed" in record.getMessage()]
+
+    with caplog.at_level(logging.WARNING, limits), duo(bootstrap_s=0.2) as pair:
         senders = [pair.prefill.sender(number()) for _ in range(50)]
         for sender in senders:
             ended(sender, KVPoll.FAILED)
-        told = len(caplog.records)
-        assert 1 <= told <= 3
-        wait_until(lambda: time.time() - caplog.records[-1].created > 1.05)
+        told = len(lines())
+        assert 1 <= told <= 5
+        wait_until(lambda: time.time() - lines()[-1].created > 1.05)
         ended(pair.prefill.sender(number()), KVPoll.FAILED)
-        assert caplog.messages[-1].endswith(f"(and {50 - told} more since the last such line)")
+        left_out = [int(words[1]) for line in lines() if (words := re.search(r"\(and (\d+) more", line.getMessage()))]
+        assert len(lines()) + sum(left_out) == 51
 
 
 # --- C48: what does not fit is found while the registration is read

@@ -105,24 +105,6 @@ def test_c83_chunks_that_end_within_pages(backend: str, last_is_empty: bool, pre
         assert sum(int(transfer.length.sum()) for transfer in calls.transfers) == len(written) * 64 * len(both.source), "each byte once"
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3])
-@pytest.mark.parametrize("first", ["send", "receive"])
-def test_c83_a_room_without_pages(pair: Duo, first: str, chunks: int) -> None:
-    """A room that has no pages at all ends with its last chunk, and not before, and the engine is given nothing."""
-    calls = Calls()
-    pair.prefill.add_observer(calls)
-    sender, receiver = pair.open()
-    steps = [lambda: [sender.send([]) for _ in range(chunks - 1)], lambda: receiver.receive([])]
-    for step in steps if first == "send" else reversed(steps):
-        step()
-    wait_until(lambda: sender.poll() in (KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING))
-    stays(lambda: not sender.poll().terminal and not receiver.poll().terminal, 0.05)
-    sender.send([], last=True, record=b"first token")
-    ended(receiver, KVPoll.SUCCESS)
-    ended(sender, KVPoll.SUCCESS)
-    assert receiver.record == b"first token" and calls.transfers == [] and pair.untouched()
-
-
 # --- C85
 
 BAD = {

@@ -73,7 +73,7 @@ BOUNDED = (
 
 SLOW = (  # the longest first
     Plan(TWO_ALL, 3_000_000),
-    Plan(TWO_RESTART, 1_000_000),
+    Plan(TWO_RESTART, 1_500_000),
     Plan(LINKS_2, 680_000, complete=True),
     Plan(RECEIVERS, 490_000, complete=True),
     Plan(TWO_REJECT, 500_000, complete=True),

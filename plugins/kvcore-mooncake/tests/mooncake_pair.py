@@ -168,7 +168,7 @@ class Stage:
             job = node.post(pages, pages, guest.peer)
             wait_until(lambda: bool(guest.array[0, 0]))
             guest.freeze()
-            if isinstance(job, Job) and node.state(job) is PENDING:
+            if isinstance(job, Job) and not guest.array[-1].any():
                 return job
             guest.thaw()
             node.ended(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -107,6 +108,7 @@ def test_a_process_ends_well(end: str) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, end], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert "Traceback" not in done.stderr
+    assert not re.search(r"^[IW]\d{4} ", done.stderr, re.MULTILINE), "the engine tells more than errors"
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -32,6 +32,7 @@ ABLE = Capabilities(
     memory=frozenset({"cpu", "cuda", "rocm"}), blocking=True, needs_progress=True, needs_process_to_write=False,
     descriptors="pages", max_descriptors=4096, max_bytes=64 << 20,
 )  # fmt: skip
+NONE = np.empty(0, np.uint64)
 LEAVE_S = 1.0  # how long a disconnect waits for what is in flight
 
 
@@ -107,8 +108,7 @@ class NixlBackend:
         with self._lock:
             try:
                 for region, kind, device in zip(regions, mine.kinds, mine.devices.tolist(), strict=True):
-                    row = region.ptr, region.nbytes, device, ""
-                    self._registered.append(self._agent.register_memory([row], kind))
+                    self._registered.append(self._agent.register_memory([(region.ptr, region.nbytes, device, "")], kind))
                 self._prepare(mine, self._context.pools, regions)
             except Exception as error:
                 self.kvcore_unregister(regions)
@@ -236,14 +236,14 @@ class NixlBackend:
 
     def _prepare(self, agent: Agent, pools: Sequence[PoolGeometry], regions: Sequence[Region]) -> None:
         """Prepare lists of those pools that there is still room for."""
-        left = self._options.prepared_entries
-        left -= sum(len(pages) for some in (self._mine, *self._peers.values()) for pages, _ in some.prepared.values())
+        everywhere = (pages for some in (self._mine, *self._peers.values()) for pages, _ in some.prepared.values())
+        left = self._options.prepared_entries - sum(len(pages.regions) * pages.num_pages for pages in everywhere)
         for pool, pages in page_lists(pools, regions, left).items():
             if len(pages) <= left:
-                left -= len(pages)
-                own = Agent.of((), pages.regions)
+                own, left = Agent.of((), pages.regions), left - len(pages)
                 rows = np.stack((pages.address, pages.length, np.repeat(own.devices, pages.num_pages)), axis=1)
-                agent.prepared[pool] = pages, self._agent.prep_xfer_dlist(agent.name, rows, own.kinds[0])
+                handle = self._agent.prep_xfer_dlist(agent.name, rows, own.kinds[0])
+                agent.prepared[pool] = replace(pages, address=NONE, length=NONE), handle  # which are large
 
     def _request(self, transfer: Transfer, peer: Agent) -> Any:
         """A NIXL request: picked from prepared lists, unless merged runs of pages make for far fewer descriptors."""
@@ -266,12 +266,11 @@ class NixlBackend:
             return job.state
         try:
             answer = answer or self._agent.check_xfer_state(job.handle)
+            job.state = {"PROC": PENDING, "DONE": DONE}.get(answer) or TicketState(TicketKind.FAILED, f"NIXL reports {answer}")
         except Exception as error:
             job.state = self._failed(job.peer, error)
-        else:
-            if answer == "PROC":
-                return PENDING
-            job.state = DONE if answer == "DONE" else TicketState(TicketKind.FAILED, f"NIXL reports {answer}")
+        if job.state is PENDING:
+            return PENDING
         self._jobs.discard(job)
         with contextlib.suppress(Exception):  # it has ended, whatever becomes of its memory
             self._agent.release_xfer_handle(job.handle)

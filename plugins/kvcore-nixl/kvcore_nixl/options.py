@@ -22,5 +22,5 @@ class NixlOptions(BaseModel, extra="forbid", frozen=True):
     """Have NIXL drive itself by a thread of its own, which costs a whole core; otherwise the core's progress thread drives it."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Variables such as ``UCX_TLS``, set before the library is loaded. One that the process has already, wins and is logged."""
-    prepared_entries: int = Field(1 << 20, ge=0)
-    """Most entries (pages times regions) of a pool for which descriptor lists are prepared, one list per side and peer."""
+    prepared_entries: int = Field(1 << 24, ge=0)
+    """Most entries (pages times regions) of all descriptor lists together; pools of later peers have none, and cost more per transfer."""

@@ -23,14 +23,20 @@ SEEN_S = 2.0
 _rooms = itertools.count(1)
 
 
-@pytest.fixture(scope="module", params=["tcp", "shm"])
-def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
-    """Processes over one transport."""
-    crew = Crew(TCP if request.param == "tcp" else {}, "nixl")
+@pytest.fixture(scope="module")
+def crews() -> Iterator[dict[str, Crew]]:
+    """Processes over each transport."""
+    crews = {"tcp": Crew(TCP, "nixl"), "shm": Crew({}, "nixl")}
     try:
-        yield crew
+        yield crews
     finally:
-        crew.end()
+        for crew in crews.values():
+            crew.end()
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def crew(request: pytest.FixtureRequest, crews: dict[str, Crew]) -> Crew:
+    return crews[request.param]
 
 
 def moved(prefill: Child, decode: Child) -> None:
@@ -60,35 +66,32 @@ def test_the_test_of_that_test() -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "both"])
-def test_r4_a_write_to_a_killed_process_is_proved_to_be_over_unless_this_side_is_written_to_as_well(role: str) -> None:
-    crew = Crew(TCP, "nixl")
-    try:
-        with crew.lend(2) as (prefill, doomed):
-            prefill.start(role, [BIG], limits=BRIEF)
-            doomed.start("decode", [BIG], limits=BRIEF)
-            moved(prefill, doomed)
-            sender = prefill.sender(next(_rooms))
-            receiver = doomed.receiver(sender.room, prefill)
-            receiver.receive(range(24))
-            assert sender.until("WAITING_FOR_INPUT") == "WAITING_FOR_INPUT"
-            doomed.freeze()
-            sender.send(range(24), last=True)
-            until(lambda: prefill.work("held").get("ledger_tickets") == 1, "a ticket is in flight")
-            assert not sender.safe(0.2)
-            doomed.kill()
-            assert sender.wait(BRIEF["liveness_s"] + SOON_S) == "FAILED"
-            assert sender.failure.code == "peer_lost"
-            assert sender.safe(BRIEF["quarantine_s"] + SOON_S)
-            assert sender.unproven == (role == "both")
-            sender.clear()
-            holds_nothing(prefill, peers=0)
-    finally:
-        crew.end()
+def test_r4_a_write_to_a_killed_process_is_proved_to_be_over_unless_this_side_is_written_to_as_well(
+    crews: dict[str, Crew], role: str
+) -> None:
+    with crews["tcp"].lend(2) as (prefill, doomed):
+        prefill.start(role, [BIG], limits=BRIEF)
+        doomed.start("decode", [BIG], limits=BRIEF)
+        moved(prefill, doomed)
+        sender = prefill.sender(next(_rooms))
+        doomed.receiver(sender.room, prefill).receive(range(24))
+        assert sender.until("WAITING_FOR_INPUT") == "WAITING_FOR_INPUT"
+        doomed.freeze()
+        sender.send(range(24), last=True)
+        until(lambda: prefill.work("held").get("ledger_tickets") == 1, "a ticket is in flight")
+        assert not sender.safe(0.2)
+        doomed.kill()
+        assert sender.wait(BRIEF["liveness_s"] + SOON_S) == "FAILED"
+        assert sender.failure.code == "peer_lost"
+        assert sender.safe(BRIEF["quarantine_s"] + SOON_S)
+        assert sender.unproven == (role == "both")
+        sender.clear()
+        holds_nothing(prefill, peers=0)
 
 
-def test_p2_killed_frozen_and_started_again(crew: Crew) -> None:
+def test_p2_killed_frozen_and_started_again(crews: dict[str, Crew]) -> None:
     ports = {"bootstrap_port": free_port()}
-    with crew.lend(3) as (prefill, decode, successor):
+    with crews["shm"].lend(3) as (prefill, decode, successor):
         prefill.start("prefill", limits=BRIEF, **ports)
         decode.start("decode", limits=BRIEF)
         moved(prefill, decode)
@@ -120,8 +123,11 @@ def costs(child: Child) -> int:
     return len(list((proc / "fd").iterdir())) + len(list((proc / "task").iterdir()))
 
 
-@pytest.mark.parametrize("number", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_killed_processes_leave_nothing_behind(crew: Crew, number: int) -> None:
+@pytest.mark.parametrize(
+    ("transport", "number"), [("tcp", 2), *(pytest.param(name, 20, marks=pytest.mark.slow) for name in ("tcp", "shm"))]
+)
+def test_killed_processes_leave_nothing_behind(crews: dict[str, Crew], transport: str, number: int) -> None:
+    crew = crews[transport]
     with crew.lend(1) as (prefill,):
         prefill.start("prefill", limits=BRIEF)
         most = 0
