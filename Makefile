@@ -11,7 +11,9 @@ EXTRA_mooncake ?= cpu
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-PYTEST := $(BIN)/python -m pytest --timeout 120
+# Most tests wait most of the time, so more run at once than there are cores; those of one file run one by one.
+JOBS ?= 3
+PYTEST := $(BIN)/python -m pytest --timeout 120 -n $(JOBS) --dist loadfile
 STAMP := $(VENV)/.installed
 PLUGIN_STAMPS := $(ENGINES:%=$(STAMP)-%)
 

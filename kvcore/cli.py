@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvcore import __version__
-from kvcore.errors import one_line
 
 if TYPE_CHECKING:
     import typer
@@ -40,14 +39,16 @@ def _run(words: list[str], debug: bool) -> int:
         return _fail(f"the command line needs {error.name}, which is not installed; run: pip install kvcore[cli]", FAILED)
     try:
         result = application()(words, prog_name="kvcore", standalone_mode=False)
-    except typer.Abort as error:
-        raise KeyboardInterrupt from error
+    except typer.Abort:
+        result = INTERRUPTED
     except Exception as error:
         if isinstance(error, _usage_error()):
             return _fail(f"{error.format_message().rstrip('.')}; see {_command(error)} --help", USAGE)
         if debug:
             sys.stderr.write(getattr(error, "trace", "") or traceback.format_exc())
-        return _fail(one_line(error) or type(error).__name__, FAILED)
+        return _fail(error, FAILED)
+    if result == INTERRUPTED:  # as releases of typer that return it
+        raise KeyboardInterrupt
     return result if isinstance(result, int) else DONE
 
 
@@ -93,8 +94,10 @@ def _command(error: Any) -> str:
     return error.ctx.command_path if error.ctx is not None else "kvcore"
 
 
-def _fail(text: str, code: int) -> int:
-    sys.stderr.write(f"kvcore: {one_line(text)}\n")
+def _fail(what: object, code: int) -> int:
+    from kvcore.errors import one_line
+
+    sys.stderr.write(f"kvcore: {one_line(what) or type(what).__name__}\n")
     return code
 
 

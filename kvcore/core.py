@@ -90,7 +90,7 @@ class Core:
         )  # fmt: skip
         try:
             checked(self.instance, "", Hello(0, me, b""))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ConfigError(
                 f"pools and backend {shown(backend.info.name)} cannot be described to a peer ({one_line(error, MOST_CAUSE)}); correct them"
             ) from error

@@ -131,7 +131,7 @@ class Pool:
                     f"pool {shown(name)}: tensor {number} is {dtype_here} and tensor 0 is {dtype}; put them in separate pools"
                 )
             regions.append(region)
-        if rows not in ("page", "token"):
+        if not isinstance(rows, str) or rows not in ("page", "token"):
             raise ConfigError(f"pool {shown(name)}: rows must be 'page' or 'token', got {shown(rows)}")
         num_pages, rest = (length, 0) if rows == "page" else divmod(length, _positive(name, "page_size", page_size))
         if rest or num_pages < 1:

@@ -18,10 +18,13 @@ def _environment(path: Path | None) -> dict[str, str]:
     return environment | {"PYTHONPATH": os.pathsep.join(places), "TERM": "xterm", "COLUMNS": "120"}
 
 
-def kvcore(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run it with stdout and stderr piped; what lies in ``path`` can be imported."""
-    command = [sys.executable, "-m", "kvcore.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=MOST_S, env=_environment(path), check=False)
+def kvcore(
+    *arguments: str, path: Path | None = None, given: str | None = None, shell: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run it with stdout and stderr piped; what lies in ``path`` can be imported, ``given`` is in stdin, ``shell`` redirects."""
+    command = ["sh", "-c", f'exec "$@" {shell}', "sh", sys.executable, "-m", "kvcore.cli", *arguments]
+    environment = _environment(path) | variables
+    return subprocess.run(command, capture_output=True, text=True, timeout=MOST_S, env=environment, check=False, input=given)
 
 
 def watched(*arguments: str) -> tuple[int, str, str]:

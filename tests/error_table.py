@@ -469,6 +469,11 @@ CASES = [
     Case("no pools", lambda t: t.start(pools=[]), ConfigError, ("pools", "[]")),
     Case("pools of one name", lambda t: t.start(pools=[pool_of_arrays(), pool_of_arrays()]), ConfigError, ("'kv', 'kv'",)),
     Case("instance that no peer can read", numbered_wire, ConfigError, ("'made'", "wire_version"), ValueError),
+    Case("config that is none", lambda t: KVManager(None, [pool_of_arrays()]), ConfigError, ("config", "None", "kvcore.Config")),  # type: ignore[arg-type]
+    Case("fault narrowed by nothing known", lambda t: FaultPlan().fail(rom=7), ConfigError, ("'rom'", "room")),  # type: ignore[call-arg]
+    Case("fault of the call before the first", lambda t: FaultPlan().fail(nth=0), ConfigError, ("nth", "0", "1")),
+    Case("fault of too large a share", lambda t: FaultPlan().fail(rate=5), ConfigError, ("rate", "5", "from 0 to 1")),
+    Case("fault that cannot be raised", lambda t: FaultPlan().raise_("boom"), ConfigError, ("error", "'boom'")),  # type: ignore[arg-type]
     Case("fault that a hook cannot have", lambda t: FaultPlan().fail(hook="kvcore_open"), ConfigError, ("'kvcore_open'",)),
     Case("pools not named", lambda t: t.both.sender(number()).send([1]), PageError, ("'aux'", "'kv'", "room ")),
     Case("pool that is none, sent", lambda t: t.sender().send({"kw": [1]}), PageError, ("'kw'", "'kv'", "room ")),
@@ -494,6 +499,8 @@ CASES = [
     Case("pool without a region", lambda t: pool([]), ConfigError, ("'kv'", "0 regions")),
     Case("region of no whole pages", lambda t: pool([Region(4096, 65)]), ConfigError, ("'kv'", "region 0", "65 bytes", "4 pages")),
     Case("region at no address", lambda t: pool([Region(0, 64)]), ConfigError, ("'kv'", "region 0", "0x0", "64 bytes")),
+    Case("regions that are none", lambda t: pool(None), ConfigError, ("'kv'", "regions", "None")),  # type: ignore[arg-type]
+    Case("region that is none", lambda t: pool([(4096, 64)]), ConfigError, ("'kv'", "region 0", "(4096, 64)")),  # type: ignore[list-item]
     Case("region on no text", lambda t: pool([Region(4096, 64, 5)]), ConfigError, ("'kv'", "region 0", "5")),  # type: ignore[arg-type]
     Case("region at a text", lambda t: pool([Region("a", 64)]), ConfigError, ("'kv'", "region 0", "str"), TypeError),  # type: ignore[arg-type]
     Case("pages that are no number", lambda t: pool(num_pages=0), ConfigError, ("'kv'", "num_pages", "0")),
@@ -504,6 +511,7 @@ CASES = [
     Case("rows of what", lambda t: tensors(np.zeros((4, 8)), rows="x"), ConfigError, ("'kv'", "rows", "'x'")),
     Case("rows of no whole pages", lambda t: tensors(np.zeros((63, 8)), rows="token"), ConfigError, ("'kv'", "63", "16")),
     Case("tensor without an axis", lambda t: tensors(np.zeros(())), ConfigError, ("'kv'", "tensor 0")),
+    Case("tensor that is none", lambda t: tensors([1, 2]), ConfigError, ("'kv'", "tensor 0", "list")),
     Case("tensor of objects", lambda t: tensors(np.zeros((4, 8), object)), ConfigError, ("'kv'", "tensor 0")),
     Case("array that is read only", lambda t: tensors(read_only()), ConfigError, ("'kv'", "tensor 0")),
     Case("tensor that is a view", lambda t: tensors(torch_view()), ConfigError, ("'kv'", "tensor 0")),
@@ -530,6 +538,7 @@ CASES = [
          ("'kv'", "region 0", "0xfffffffffffffff8", "32 bytes")),
     Case("batch of nothing", lambda t: list(split(plan(layout(), layout(), {}), 0, None)), ConfigError, ("max_descriptors", "0")),
     Case("backend that is not installed", lambda t: t.start(backend="locl"), BackendNotFoundError, ("'locl'", "'local'", "pip install")),
+    Case("backend that is no name", lambda t: registry.load_backend(None), BackendNotFoundError, ("None", "'local'")),  # type: ignore[arg-type]
     Case("backend of two distributions", lambda t: (t.offer(offer("one"), offer("two")), registry.load_backend("x")), BackendConflictError,
          ("'x'", "x@one", "x@two")),
     Case("backend of another distribution", lambda t: (t.offer(offer("one")), registry.load_backend("x@two")),

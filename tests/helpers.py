@@ -208,8 +208,9 @@ def manager(role: str, arrays: list[Array], **settings: Any) -> KVManager:
 
 
 def meet(pair: Duo) -> None:
-    """Have the two paired without a room that short limits of theirs could end."""
-    with pair.decode.receiver(number(), pair.prefill.address):
+    """Have the two paired where limits of theirs may end a room before it has succeeded."""
+    sender, receiver = pair.open()
+    with sender, receiver:
         wait_until(lambda: pair.prefill.stats().peers and pair.decode.stats().peers)
     pair.stores_empty()
 

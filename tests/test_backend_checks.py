@@ -115,6 +115,14 @@ def test_an_argument_that_the_hook_does_not_have_is_refused() -> None:
         ({"capabilities": Capabilities(max_descriptors=-1)}, "max_descriptors=-1"),
         ({"capabilities": Capabilities(parallel=0)}, "parallel=0"),
         ({"capabilities": Capabilities(descriptors="rows")}, "descriptors='rows'"),
+        ({"capabilities": Capabilities(max_bytes=True)}, "max_bytes=True"),
+        ({"capabilities": Capabilities(parallel=None)}, "parallel=None"),  # type: ignore[arg-type]
+        ({"capabilities": Capabilities(max_descriptors=2.0)}, "max_descriptors=2.0"),  # type: ignore[arg-type]
+        ({"capabilities": Capabilities(memory={"cpu"})}, "memory={'cpu'}; it must be a frozenset of cpu, cuda, rocm, npu"),  # type: ignore[arg-type]
+        ({"capabilities": Capabilities(memory=frozenset({"gpu"}))}, "memory=frozenset({'gpu'})"),
+        ({"capabilities": Capabilities(memory=frozenset())}, "memory=frozenset()"),
+        ({"capabilities": Capabilities(blocking=1)}, "blocking=1; it must be True or False"),  # type: ignore[arg-type]
+        ({"capabilities": Capabilities(exclusive="no")}, "exclusive='no'"),  # type: ignore[arg-type]
         ({"capabilities": None}, "BackendInfo"),
         ({"options": dict}, "BackendInfo"),
         ({"api_version": "1.0"}, "BackendInfo"),

@@ -171,6 +171,13 @@ def test_p5_bad_messages_are_counted_and_the_first_ten_and_one_in_a_thousand_log
         assert all(len(line) < 300 for line in logged)
 
 
+@pytest.mark.parametrize("liveness_s", [98_304.0, 1e10, 1e300])
+def test_p2_instances_pair_with_any_liveness_s(liveness_s: float) -> None:
+    """It is also how soon the kernel looks after a connection, which it does at most every 32,767 s."""
+    with duo(liveness_s=liveness_s, quarantine_s=None) as pair:
+        pair.transfer([1], [2])
+
+
 def test_the_tap_remembers_the_latest_letters_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_tap, "MOST_SEEN", 5)
     passed: list[tuple[Letter, bool]] = []

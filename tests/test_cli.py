@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 
 from kvcore.bench.idle import SETTLE_S
 from kvcore.buffers import Buffer, random_pages
+from kvcore.cli_options import write_json
 from kvcore.sides import ToolError
 from tests.commands import kvcore, one_line, watched
 from tests.made_backends import make_backend
@@ -139,6 +141,38 @@ def test_options_that_are_not_toml_are_wrong_usage(tmp_path: Path) -> None:
     done = kvcore("bench", "rooms", "--options", str(tmp_path / "options.toml"))
     assert (done.returncode, done.stdout) == (2, "")
     assert one_line(done.stderr) and "is not TOML" in done.stderr
+
+
+def test_options_are_read_once_so_they_may_come_through_a_pipe() -> None:
+    done = kvcore("bench", "idle", "--options", "/dev/stdin", given="frame_byte = 4096\n")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert one_line(done.stderr) and "no option 'frame_byte' (got 4096)" in done.stderr
+
+
+@pytest.mark.parametrize("text", ["a = " + "[" * 100_000 + "]" * 100_000, ".".join("a" * 100_000) + " = 1", "a = " + "1" * 5000])
+def test_options_that_no_process_could_be_given_are_wrong_usage(text: str) -> None:
+    done = kvcore("bench", "idle", "--options", "/dev/stdin", given=text)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert one_line(done.stderr) and "/dev/stdin is not TOML" in done.stderr and len(done.stderr) < 500
+
+
+def test_dates_among_the_options_stand_in_json_as_text(tmp_path: Path) -> None:
+    assert not write_json(tmp_path / "a.json", {"options": {"since": date(2024, 5, 1)}})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"options": {"since": "2024-05-01"}}
+
+
+@pytest.mark.parametrize("shell", ["2>&-", "0<&- 2>&-", "0<&- 1>&- 2>&-"])
+@pytest.mark.parametrize(("arguments", "code"), [(QUICK, 0), (("backends", "--what"), 2), ((*QUICK, "--host", "192.0.2.1", "--debug"), 1)])
+def test_streams_that_are_closed_change_nothing_else(shell: str, arguments: tuple[str, ...], code: int) -> None:
+    done = kvcore(*arguments, shell=shell)
+    assert (done.returncode, done.stderr) == (code, "")
+    assert bool(done.stdout) == (code == 0 and "1>" not in shell)
+
+
+def test_an_interrupt_while_the_command_line_is_imported_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
+    done = kvcore("backends", path=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "kvcore: interrupted\n")
 
 
 def test_an_interrupt_ends_the_command_and_its_processes() -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -71,7 +77,7 @@ def test_all_are_checked_and_one_that_does_not_work_fails_the_whole(tmp_path: Pa
         (GREEDY, ("wrong bytes in region 0, the first at 0 of page 3, which was not to be written", "nothing but what a transfer names")),
         (LYING, ("the room ended with SUCCESS", "wrong bytes in region 0, the first at 0 of page 2", "DONE only when")),
         (
-            "@hookimpl\ndef kvcore_transfer(self): os.kill(os.getpid(), signal.SIGSEGV)",
+            "@hookimpl\ndef kvcore_transfer(self): os.kill(os.getpid(), signal.SIGSEGV); threading.Event().wait()",
             ("the prefill process has died (exit code -11, SIGSEGV, doing: pairing and moving a page)", "--debug"),
         ),
         (
@@ -108,6 +114,46 @@ def test_facts_that_cannot_be_told_are_a_fact_and_no_failure(tmp_path: Path, mon
     assert (found.problem, len(found.about.facts if found.about else ())) == ("", 1)
     assert found.about is not None
     assert "KeyError" in found.about.facts[0].value and "must fix kvcore_facts" in found.about.facts[0].advice
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
+def test_whatever_a_backend_says_is_shown_in_printable_lines(tmp_path: Path, encoding: str) -> None:
+    make_backend(
+        tmp_path, "odd", r"@hookimpl" "\n" r"def kvcore_facts(self): return [Fact('a\nb', 'c\x1b[2J\ud800\u20ac' + 'd' * 3000, 'e')]"
+    )
+    make_backend(tmp_path, "bad", before=r"raise RuntimeError('bad \ud800 \x1b[2J \u20ac')" "\n")
+    done = kvcore("doctor", path=tmp_path, PYTHONIOENCODING=encoding)
+    assert (done.returncode, done.stderr) == (1, "")
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("FAILED  bad (kvcore-bad 1.5): ") and "RuntimeError: bad [2J " in line for line in lines)
+    (fact,) = [line for line in lines if line.startswith("        a b: c [2J ")]
+    assert fact.endswith("ddd...; e") and fact.isprintable() and len(fact) < 400
+    assert lines[-1].startswith("failed: 1 of ")
+
+
+STUCK = r"""
+@hookimpl
+def kvcore_open(self):
+    import ctypes
+    os.write(2, b"stuck\n")
+    ctypes.PyDLL(None).pause()
+"""
+
+
+def test_a_process_whose_engine_holds_the_gil_ends_with_its_driver(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvcore.cli", "doctor", "stuck", "--debug"]
+    places = [str(make_backend(tmp_path, "stuck", STUCK)), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+    driver = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+    assert driver.stderr is not None
+    try:
+        said = (line for line in driver.stderr if line == "stuck\n")
+        assert len(list(itertools.islice(said, 2))) == 2
+        driver.kill()
+        driver.communicate(timeout=10)  # the pipe ends when the last process that holds it has ended
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(driver.pid, signal.SIGKILL)
 
 
 def test_options_reach_the_backend_and_a_wrong_one_is_named(tmp_path: Path) -> None:

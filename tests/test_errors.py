@@ -5,15 +5,20 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
+import kvcore
 from kvcore import errors
 from kvcore.errors import KVCoreError, KVTransferError
+from kvcore.faults import FaultPlan
 from kvcore.states import MAX_ATTEMPT, MAX_REASON_BYTES, MAX_ROOM, FailureCode, KVPoll, Reason, RoomId, RoomKey
 from tests.error_table import CASES, Case, Site, raised_at, sites, templates, tools
+from tests.helpers import Duo, duo, number
 
 NAMES = {
     "BackendNotFoundError",
@@ -121,6 +126,12 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BaseExceptio
     return found
 
 
+@pytest.fixture(scope="module")
+def tools_pair() -> Iterator[Duo]:
+    with duo() as pair:
+        yield pair
+
+
 WORDS: dict[str, str] = {}
 """What stands for {busy} and {prefill} among the words of a case."""
 
@@ -145,6 +156,89 @@ def test_each_error_names_what_happened_to_what_and_the_next_step(case: Case, ou
         assert error.__cause__ is None
     else:
         assert isinstance(error.__cause__, case.cause)
+
+
+class Unshown:
+    """Neither ``str`` nor ``repr`` of it can be had."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+AWKWARD: dict[str, Any] = {
+    "array": np.zeros((40, 40)),
+    "long text": "x" * 2_000_000,
+    "unprintable text": "a\nb\x1b[2J\ud800",
+    "huge number": 10**10_000,
+    "unshown": Unshown(),
+}
+"""Values that no error may echo as they are."""
+
+GIVEN: dict[str, Callable[[Duo, Any], object]] = {
+    "room": lambda pair, value: pair.prefill.sender(value),
+    "attempt": lambda pair, value: pair.prefill.sender(1, value),
+    "prefill": lambda pair, value: pair.decode.receiver(1, value),
+    "dp_rank": lambda pair, value: pair.decode.receiver(1, "a:1", dp_rank=value),
+    "side": lambda pair, value: pair.prefill.rooms(value),
+    "prefix pages": lambda pair, value: pair.decode.receiver(number(), pair.prefill.address).receive([], value),
+    "page": lambda pair, value: pair.prefill.sender(number()).send([value]),
+    "pool of pages": lambda pair, value: pair.prefill.sender(number()).send({str(type(value)) + str(value)[:200]: []}),
+    "backend": lambda pair, value: kvcore.load_backend(value),
+    "config": lambda pair, value: kvcore.KVManager(value, []),
+    "pools": lambda pair, value: kvcore.KVManager(pair.prefill.config, value),
+    "name of a pool": lambda pair, value: kvcore.Pool(value, [], num_pages=1, page_size=1),
+    "page size": lambda pair, value: kvcore.KVManager(
+        pair.prefill.config, [kvcore.Pool("kv", [kvcore.Region(1, 1)], num_pages=1, page_size=value)]
+    ),
+    "region": lambda pair, value: kvcore.Pool("kv", [value], num_pages=1, page_size=1),
+    "device": lambda pair, value: kvcore.Pool("kv", [kvcore.Region(1, 1, value, part=5)], num_pages=1, page_size=1),  # type: ignore[arg-type]
+    "tensor": lambda pair, value: kvcore.Pool.from_tensors("kv", [value, value], page_size=16, rows=value),
+    "limit": lambda pair, value: kvcore.Limits(ticket_s=value),
+    "setting": lambda pair, value: kvcore.Config(role=value),
+    "hook of a fault": lambda pair, value: FaultPlan().fail(hook=str(type(value)) if isinstance(value, np.ndarray) else value),
+    "times of a fault": lambda pair, value: FaultPlan().fail(times=-value if isinstance(value, int) else value),
+    "delay": lambda pair, value: FaultPlan().delay(value),
+}
+
+
+@pytest.mark.parametrize("value", AWKWARD.values(), ids=AWKWARD.keys())
+def test_whatever_is_given_the_error_is_one_line_of_bounded_length(value: Any, tools_pair: Duo) -> None:
+    for what, give in GIVEN.items():
+        if what == "pool of pages" and not isinstance(value, str):
+            continue
+        with pytest.raises(KVCoreError) as error:
+            give(tools_pair, value)
+        assert flaws(str(error.value).rstrip(". ")) == [], f"{what}: {error.value}"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("a", "'a'"),
+        (np.eye(2), "array([[1., 0.], [0., 1.]])"),
+        ("x" * 5000, "'" + "x" * 96 + "..."),
+        (Unshown(), "<Unshown that cannot be shown as text>"),
+        (10**10_000, "<int that cannot be shown as text>"),
+    ],
+    ids=["text", "array", "long", "unshown", "huge"],
+)
+def test_a_value_is_shown_in_one_short_line(value: object, text: str) -> None:
+    assert errors.shown(value) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "line"), [("a\n  b\x1bc\ud800", "a b c"), ("x" * 30, "x" * 17 + "..."), ("", ""), (" " * 99 + "x", "...")]
+)
+def test_a_foreign_text_becomes_one_printable_line(text: str, line: str) -> None:
+    assert errors.one_line(text, 20) == line
+    assert errors.cause(OSError("a\nb")) == "OSError: a b" and errors.cause(OSError()) == "OSError"
+    assert errors.cause(OSError(Unshown())) == "OSError: <OSError that cannot be shown as text>"
+
+
+def test_an_error_about_many_settings_names_the_first_and_counts_the_others() -> None:
+    with pytest.raises(errors.ConfigError) as error:
+        kvcore.Config(role="both", **{f"setting{n}": n for n in range(500)})  # type: ignore[arg-type]
+    assert "setting7" in str(error.value) and "and 492 more" in str(error.value) and flaws(str(error.value)) == []
 
 
 def test_each_error_class_is_in_the_table() -> None:

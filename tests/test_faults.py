@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,10 +14,11 @@ import kvcore
 from kvcore import FailureCode, KVPoll, NothingPosted
 from kvcore.errors import ConfigError, KVCoreError
 from kvcore.faults import ControlTap, FaultPlan
-from kvcore.hookspecs import RETRY, TicketKind, TicketState
+from kvcore.hookspecs import RETRY, Capabilities, TicketKind, TicketState
 from kvcore.protocol.messages import Abort, Join, Status
 from kvcore.states import RoomKey
 from kvcore.wire import Letter, Ping
+from tests.fake_backends import MemoryBackend, install
 from tests.helpers import BACKENDS, Duo, duo, ended, limits, number, stays, wait_until
 
 PAGES = [4, 5, 9]
@@ -64,14 +67,17 @@ def test_fail_in_the_transfer_itself(pair: Duo) -> None:
     assert sender.failure is not None and "refused" in sender.failure.reason and pair.untouched()
 
 
-def test_fail_can_poison_the_path(pair: Duo) -> None:
-    pair.plan.fail("link down", peer_broken=True, times=1)
-    sender, receiver = start(pair)
-    other, other_receiver = pair.open()
-    for handle in (sender, receiver, other_receiver):
-        ended(handle, KVPoll.FAILED)
-    other.abort()
-    pair.transfer(PAGES, PAGES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fail_can_poison_the_path(backend: str) -> None:
+    with duo(backend) as pair:  # an engine may take a second to find its way again
+        other, other_receiver = pair.pair().open()
+        wait_until(lambda: other_receiver.poll() is KVPoll.WAITING_FOR_INPUT)
+        pair.plan.fail("link down", peer_broken=True, times=1)
+        sender, receiver = start(pair)
+        for handle in (sender, receiver, other_receiver):
+            ended(handle, KVPoll.FAILED)
+        other.abort()
+        pair.transfer(PAGES, PAGES)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError("of a kind"), SystemExit(3)])
@@ -102,7 +108,7 @@ def test_raise_in_poll_of_one_room(pair: Duo) -> None:
 def test_hold_makes_the_write_land_late(pair: Duo) -> None:
     hold = pair.plan.hold()
     sender, receiver = start(pair)
-    wait_until(lambda: hold.held == 1)
+    wait_until(lambda: hold.held == 1 and receiver.poll() is KVPoll.TRANSFERRING)
     stays(lambda: pair.untouched() and receiver.poll() is KVPoll.TRANSFERRING, 0.1)
     hold.release()
     ended(receiver, KVPoll.SUCCESS)
@@ -132,8 +138,9 @@ def test_an_abort_does_not_reach_what_is_held(pair: Duo) -> None:
     assert pair.equal(PAGES, PAGES), "it was in flight, so it lands"
 
 
-def test_hold_counts_as_a_room_that_the_backend_holds(pair: Duo) -> None:
-    hold = pair.plan.hold()
+@pytest.mark.parametrize("hook", ["kvcore_transfer", "kvcore_poll"])
+def test_hold_counts_as_a_room_that_the_backend_holds(pair: Duo, hook: str) -> None:
+    hold = pair.plan.hold(hook=hook)
     sender, _receiver = start(pair)
     wait_until(lambda: hold.held == 1)
     key = RoomKey("prefill", sender.room, 0, sender.generation)
@@ -201,6 +208,23 @@ def test_partial_of_a_single_descriptor_posts_some_of_its_bytes() -> None:
         ended(sender, KVPoll.FAILED)
         wait_until(lambda: pair.target[0][3, :32].all())
         assert not pair.target[0][3, 32:].any()
+
+
+class Paged(MemoryBackend):
+    """An engine that copies whole pages where a transfer names them."""
+
+    able = Capabilities(descriptors="pages")
+
+
+def test_partial_names_no_pages_since_they_would_be_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = install(monkeypatch, Paged)
+    with duo("fake") as pair:
+        pair.pair().plan.partial()
+        sender, _receiver = start(pair)
+        ended(sender, KVPoll.FAILED)
+    whole, part = fake.made[0].transfers
+    assert whole.pool == "kv" and whole.local_pages is not None
+    assert (part.pool, part.local_pages, part.remote_pages) == ("", None, None) and 0 < part.nbytes < 2 * 64 * len(PAGES)
 
 
 def test_room_and_chunk_narrow(pair: Duo) -> None:
@@ -285,6 +309,45 @@ def test_a_fault_of_transfers_may_name_that_hook_and_no_other(make: Callable[...
     assert make(plan, hook="kvcore_transfer", room=1) is plan
     with pytest.raises(ConfigError, match="hook 'kvcore_poll' cannot have this fault; choose one of kvcore_transfer"):
         make(plan, hook="kvcore_poll")
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ({"nth": 0}, "nth of a fault is 0"),
+        ({"chunk": 0}, "chunk of a fault is 0"),
+        ({"times": -1}, "times of a fault is -1"),
+        ({"times": True}, "times of a fault is True"),
+        ({"room": "7"}, "room of a fault is '7'"),
+        ({"rate": math.nan}, "rate of a fault is nan"),
+        ({"rate": 5}, "rate of a fault is 5"),
+        ({"rate": None}, "rate of a fault is None"),
+        ({"error": RuntimeError}, "cannot be narrowed by 'error'"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["fail", "hold", "retry", "drop_done", "partial"])
+def test_a_fault_that_could_never_act_as_meant_is_refused(kind: str, where: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        getattr(FaultPlan(), kind)(**where)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [("delay", seconds) for seconds in (-1, math.nan, math.inf, "5", True)]
+    + [("partial", share) for share in (-0.5, math.nan, 2, None)]
+    + [("raise_", "boom"), ("raise_", None), ("raise_", 5)],
+)
+def test_what_a_fault_is_made_with_is_checked(kind: str, value: object) -> None:
+    with pytest.raises(ConfigError, match="of a fault is"):
+        getattr(FaultPlan(), kind)(value)
+
+
+def test_what_a_tap_is_told_is_checked() -> None:
+    with duo() as pair, ControlTap(pair.decode) as tap:
+        for make in (lambda: tap.drop(times=-1), lambda: tap.duplicate(copies=-1), lambda: tap.delay(math.nan), lambda: tap.delay(-1)):
+            with pytest.raises(ConfigError, match="of a fault is"):
+                make()
+        pair.transfer([1], [2])
 
 
 def test_an_unknown_hook_is_refused() -> None:

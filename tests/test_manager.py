@@ -655,8 +655,11 @@ def test_health_is_503_while_rooms_cannot_be_served(monkeypatch: pytest.MonkeyPa
     fake, source, target = install(monkeypatch, BlockingBackend), memory(8, seed=3), memory(8)
     monkeypatch.setattr("kvcore.ledger.STUCK_PER_WORKER", 1)
     stuck = why == "its workers are stuck"
-    own: dict[str, Any] = {"backend": "fake", "limits": {"ticket_s": 0.3 if stuck else 9.0, "drain_s": 20.0}}
-    with manager("prefill", source, admin="127.0.0.1:0", **own) as prefill, manager("decode", target, **own) as decode:
+    limits = {"ticket_s": 0.3 if stuck else 9.0, "drain_s": SOON_S if why == "closing" else 0.2}
+    with (
+        manager("prefill", source, backend="fake", admin="127.0.0.1:0", limits=limits) as prefill,
+        manager("decode", target, backend="fake") as decode,
+    ):
 
         def health() -> tuple[int, object]:
             return ask(prefill.admin_address, "GET", "/health")

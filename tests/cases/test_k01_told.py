@@ -65,8 +65,6 @@ def sides(pair: Duo, side: str, handles: Sequence[Any]) -> tuple[Any, Any, KVMan
 # --- C01: one side ends while the other waits
 
 SHORT_S = 0.6
-WHILE = {"opened": "bootstrap_s", "published": "input_s", "in flight": "transfer_s"}
-"""The limit that runs at each moment; once joined, decode waits for input already."""
 WAYS = {
     "abort": ("not wanted", FailureCode.ABORTED),
     "clear": ("cleared before it ended", FailureCode.ABORTED),
@@ -74,6 +72,13 @@ WAYS = {
     "limit": ("_s passed for room", FailureCode.TIMEOUT),
     "close": ("is shutting down", FailureCode.SHUTDOWN),
 }
+
+
+def runs(side: str, moment: str) -> str:
+    """The limit that runs on a side from then on; decode joins by itself as soon as both are opened."""
+    if moment == "in flight":
+        return "transfer_s"
+    return "input_s" if side == "decode" or moment == "published" else "bootstrap_s"
 
 
 def end(way: str, handles: list[Any], which: int, manager: KVManager) -> None:
@@ -98,8 +103,7 @@ def end(way: str, handles: list[Any], which: int, manager: KVManager) -> None:
 def test_c01_the_side_that_waits_hears_long_before_its_limit(backend: str, side: str, moment: str, way: str) -> None:
     """However and whenever one side ends a room, the other fails at once with that reason, and its pages can be released. (Who has not
     met a side that is closed waits for one that starts at its address.)"""
-    limit = WHILE.get(moment, "bootstrap_s" if side == "prefill" else "input_s")
-    with duo(backend, own={side: {limit: SHORT_S}} if way == "limit" else {}, orphan_s=2.0) as pair:
+    with duo(backend, own={side: {runs(side, moment): SHORT_S}} if way == "limit" else {}, orphan_s=2.0) as pair:
         meet(pair)
         handles: list[Any] = list(at(pair, moment))
         which = SIDES.index(side)

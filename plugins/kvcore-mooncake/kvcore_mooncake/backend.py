@@ -160,8 +160,7 @@ class MooncakeBackend:
             remote.probing = probe = time.monotonic() - remote.heard > FRESH_S
             self._jobs.add(job := Job(transfer.room, transfer.peer, remote, size))
         try:  # a probe waits up to a minute for a peer that is stopped; nothing is posted then
-            code = self._engine.send_probe(remote.name) if probe else 0
-            if code:
+            if probe and (code := self._engine.send_probe(remote.name)):
                 job.problem = _failed(f"no answer from {job.peer} at {remote.name} ({native.meaning(code)})", peer_broken=True)
             else:
                 self._post(job, transfer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import json
 import logging
 import os
 import re
@@ -24,12 +25,12 @@ INSTALL = "pip install kvcore-mooncake[cpu] (or [cuda], [cuda13], [rocm], [npu],
 DEBIAN = {"libibverbs": "libibverbs1", "librdmacm": "librdmacm1", "libnuma": "libnuma1", "libcurl": "libcurl4"}
 MEMORY = {"SUPPORT_CUDA": ("cuda",), "SUPPORT_HIP": ("cuda", "rocm")}
 CODES = {-1: "invalid argument", -3: "not registered", -7: "overlaps what is registered", -101: "unknown name", -102: "no connection"}
-NEEDED = {"MC_TCP_ENABLE_CONNECTION_POOL": "1", "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535"}
+NEEDED = {"MC_TCP_ENABLE_CONNECTION_POOL": "1", "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535", "MC_TCP_PROTO": "2"}
+OURS = "KVCORE_MOONCAKE_SET"  # variables that were set here, also if a process inherits them
 TIMEOUTS = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC")
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
 _starting = threading.Lock()
-_ours: dict[str, str] = {}  # variables that were set here, and not by the process itself
 
 
 def load() -> tuple[ModuleType, str]:
@@ -103,20 +104,20 @@ def _wanted(options: MooncakeOptions, host: str) -> dict[str, str]:
 
 def _prepare_environment(wanted: dict[str, str], log: logging.Logger) -> None:
     """Set what is wanted, in place of what an earlier engine here wanted. What the process has set itself stays, or is an error."""
-    for name in set(_ours) - set(wanted):
-        if _ours.pop(name) == os.environ.get(name):
+    ours: dict[str, str] = json.loads(os.environ.get(OURS, "{}"))
+    for name in set(ours) - set(wanted):
+        if ours.pop(name) == os.environ.get(name):
             del os.environ[name]
     for name, value in wanted.items():
         present = os.environ.get(name)
-        if present is None or present == _ours.get(name) != value:
-            os.environ[name] = _ours[name] = value
+        if present is None or present == ours.get(name) != value:
+            os.environ[name] = ours[name] = value
         elif present != value:
             log.info("%s=%s of the process wins over %s", name, present, value)
-    if os.environ.get("MC_TCP_PROTO") == "1":
-        raise ConfigError("MC_TCP_PROTO=1 has the engine report writes as done before their bytes are in place; unset it")
-    for name, value in NEEDED.items():  # else each write is a connection, and a thousand take seconds; or too many fail
+    os.environ[OURS] = json.dumps(ours)
+    for name, value in NEEDED.items():
         if os.environ.get(name, value) != value:
-            raise ConfigError(f"{name}={os.environ[name]} makes the engine stall or fail when many pages are written at once; unset it")
+            raise ConfigError(f"{name}={os.environ[name]} has writes stall, fail, or called done before their bytes are in place; unset it")
     if "MC_FORCE_TCP" in os.environ and "MC_FORCE_HCA" in os.environ:
         raise ConfigError("MC_FORCE_TCP and MC_FORCE_HCA (protocol 'rdma') exclude each other; unset one, or choose the other protocol")
 

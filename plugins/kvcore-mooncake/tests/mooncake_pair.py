@@ -181,6 +181,6 @@ def stage() -> Iterator[Stage]:
         yield Stage(stack)
 
 
-def resources() -> tuple[int, int]:
-    """Open files and threads of this process, those of the engine included."""
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+def resources(process: int | str = "self") -> tuple[int, int]:
+    """Open files and threads of a process, those of the engine included."""
+    return len(os.listdir(f"/proc/{process}/fd")), len(os.listdir(f"/proc/{process}/task"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import threading
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
-from kvcore_mooncake import backend
+from kvcore_mooncake import backend, native
 from kvcore_mooncake.backend import Job
 from mooncake_pair import BIG, Calls, Guest, Node, Stage, resources, stage
 
@@ -368,7 +369,7 @@ def test_peers_that_die_leave_no_connection(scene: Stage) -> None:
     guest = scene.guest()
     one = scene.writer(guest)
     before, seen = resources(), []
-    for _ in range(3):
+    for _ in range(2):
         guest.kill()
         one.backend.kvcore_disconnect(guest.peer.id)
         wait_until(lambda: one.backend.kvcore_poll([]) == [] and resources() <= before)
@@ -443,7 +444,7 @@ def test_r3_close_says_so_while_a_call_of_the_engine_goes_on(
 def test_b7_a_closed_backend_leaves_nothing_and_opens_again(scene: Stage, guest: Guest) -> None:
     one = scene.writer(guest)
     seen = []
-    for _ in range(4):
+    for _ in range(3):
         one.close()
         one.close()
         seen.append(resources())
@@ -465,12 +466,14 @@ def test_options_reach_the_engine_and_what_the_process_has_set_wins(
     scene.node(timeout_s=78)
     assert os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "78" and "MC_SLICE_SIZE" not in os.environ
     assert "of the process wins over 78" not in caplog.text
+    here = json.loads(os.environ[native.OURS])
+    assert "MC_TCP_LANES_PER_PEER" not in here and here["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "78"
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "options", "error", "text"),
     [
-        ("MC_TCP_PROTO", "1", {}, kvcore.ConfigError, "MC_TCP_PROTO=1 .*before their bytes are in place; unset it"),
+        ("MC_TCP_PROTO", "1", {}, kvcore.ConfigError, "MC_TCP_PROTO=1 .*called done before their bytes are in place; unset it"),
         ("MC_TCP_ENABLE_CONNECTION_POOL", "0", {}, kvcore.ConfigError, "MC_TCP_ENABLE_CONNECTION_POOL=0 .*unset it"),
         ("MC_FORCE_TCP", "yes", {"protocol": "rdma"}, kvcore.ConfigError, "MC_FORCE_TCP and MC_FORCE_HCA .*exclude each other"),
         ("MC_OTHER", "1", {"protocol": "rdma", "devices": ("none0",)}, kvcore.BackendLoadError, "'rdma'.*'none0'.*code -1.*correct these"),
@@ -478,7 +481,6 @@ def test_options_reach_the_engine_and_what_the_process_has_set_wins(
 )
 def test_an_environment_or_options_that_cannot_work_stop_the_start(
     scene: Stage,
-    pair: tuple[Node, Node],
     monkeypatch: pytest.MonkeyPatch,
     variable: str,
     value: str,
@@ -491,7 +493,8 @@ def test_an_environment_or_options_that_cannot_work_stop_the_start(
     with pytest.raises(error, match=text):
         scene.node(**options)
     monkeypatch.delenv(variable)
-    one, two = pair
+    one, two = scene.node("prefill"), scene.node()
+    one.backend.kvcore_connect(two.peer())
     assert one.move([3], [5], two.peer()) == DONE
 
 

@@ -52,14 +52,19 @@ def test_peers_and_managers_come_and_go_and_leave_nothing() -> None:
     seen = []
     with duo("mooncake") as lasting:
         lasting.transfer([1], [2])
-        for _ in range(4):
+        for _ in range(3):
             with duo("mooncake") as pair:
                 pair.transfer([3], [5])
                 cross(lasting, pair)
             wait_until(lambda: lasting.prefill.stats().stores["peers"] == 1)
             seen.append(resources())
             lasting.transfer([1], [2])
-        assert max(seen[1:]) <= seen[0], seen
+        steady(seen)
+
+
+def steady(seen: list[tuple[int, int]]) -> None:
+    """Neither files nor threads become more; workers come and go, and one engine alone is more than that."""
+    assert all(max(few) <= few[0] + 3 for few in zip(*seen, strict=True)), seen
 
 
 def cross(one: Duo, other: Duo) -> None:
@@ -114,20 +119,23 @@ def test_a_process_ends_well(end: str) -> None:
 @pytest.mark.slow
 def test_20_killed_processes_and_200_managers_leave_nothing() -> None:
     seen, sizes = [], []
-    with duo("mooncake", liveness_s=1.0, quarantine_s=7.0) as lasting, children(1) as (prefill,):
-        prefill.start("prefill", [PoolSpec("kv", 32, 64, 2)])
+    with duo("mooncake") as lasting, children(1) as (prefill,):
+        prefill.start("prefill", [PoolSpec("kv", 32, 64, 2)], backend="mooncake")
         for room in range(20):
             with children(1) as (guest,):
-                guest.start("decode", [PoolSpec("kv", 32, 64, 2)])
+                guest.start("decode", [PoolSpec("kv", 32, 64, 2)], backend="mooncake")
                 assert moved(prefill, guest, room)
-        until(lambda: prefill.work("stats")["stores"]["peers"] == 0, "killed peers are forgotten", 20.0)
+            until(lambda: prefill.work("stats")["stores"]["peers"] == 0, "a killed peer is forgotten", 20.0)
+            seen.append(resources(prefill.pid))
+        steady(seen)
+        seen.clear()
         for _ in range(100):
             with duo("mooncake") as pair:
                 pair.transfer([3], [5])
                 cross(lasting, pair)
             seen.append(resources())
             sizes.append(resident())
-    assert max(seen[3:]) <= max(seen[:3]), seen
+    steady(seen)
     assert sizes[-1] - sizes[10] < 8 << 20, sizes
 
 
