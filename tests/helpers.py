@@ -211,7 +211,9 @@ def meet(pair: Duo) -> None:
     """Have the two paired where limits of theirs may end a room before it has succeeded."""
     sender, receiver = pair.open()
     with sender, receiver:
-        wait_until(lambda: pair.prefill.stats().peers and pair.decode.stats().peers)
+        wait_until(lambda: receiver.poll() is not kvcore.KVPoll.BOOTSTRAPPING and pair.prefill.stats().peers and pair.decode.stats().peers)
+        receiver.abort()  # which knows both lifetimes, so that nothing is kept of either
+        ended(sender, kvcore.KVPoll.FAILED)
     pair.stores_empty()
 
 
@@ -251,6 +253,11 @@ def duo(
             yield Duo(prefill, decode, source, target, plan)
         finally:
             plan.heal()
+            both = [threading.Thread(target=each.close) for each in (prefill, decode)]  # at once: an engine may take a second to stop
+            for each in both:
+                each.start()
+            for each in both:
+                each.join()
 
 
 class Events:

@@ -116,13 +116,12 @@ def test_facts_that_cannot_be_told_are_a_fact_and_no_failure(tmp_path: Path, mon
     assert "KeyError" in found.about.facts[0].value and "must fix kvcore_facts" in found.about.facts[0].advice
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
-def test_whatever_a_backend_says_is_shown_in_printable_lines(tmp_path: Path, encoding: str) -> None:
+def test_whatever_a_backend_says_is_shown_in_printable_lines(tmp_path: Path) -> None:
     make_backend(
         tmp_path, "odd", r"@hookimpl" "\n" r"def kvcore_facts(self): return [Fact('a\nb', 'c\x1b[2J\ud800\u20ac' + 'd' * 3000, 'e')]"
     )
     make_backend(tmp_path, "bad", before=r"raise RuntimeError('bad \ud800 \x1b[2J \u20ac')" "\n")
-    done = kvcore("doctor", path=tmp_path, PYTHONIOENCODING=encoding)
+    done = kvcore("doctor", path=tmp_path, PYTHONIOENCODING="latin-1")  # which has no euro sign
     assert (done.returncode, done.stderr) == (1, "")
     lines = done.stdout.splitlines()
     assert any(line.startswith("FAILED  bad (kvcore-bad 1.5): ") and "RuntimeError: bad [2J " in line for line in lines)

@@ -146,7 +146,7 @@ def test_a5_after_abort_nothing_more_is_started_and_what_runs_is_cancelled(pair:
     hold.release()
     assert sender.wait_release_safe(5) and receiver.wait_release_safe(5)
     assert [transfer.chunk for transfer in calls.transfers if transfer.room.number == sender.room] == [1, 1]  # the plan passes it on
-    assert calls.aborts == [(RoomKey("prefill", sender.room, 0, sender.generation), 1)]
+    assert set(calls.aborts) == {(RoomKey("prefill", sender.room, 0, sender.generation), 1)}  # here too
 
 
 def test_a7_a_receiver_of_a_room_that_nobody_opens_is_told_after_orphan_s(pair: Duo) -> None:

@@ -717,7 +717,7 @@ class NoRoute:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_c21_a_handshake_that_fails_after_a_cancel_is_no_result(backend: str, where: str, caplog: pytest.LogCaptureFixture) -> None:
     """Decode cancels while it pairs with prefill, and the pairing fails on either side: all that is reported is the cancel."""
-    with duo(backend, orphan_s=0.4) as pair, caplog.at_level(logging.ERROR, "kvcore"):
+    with duo(backend, orphan_s=0.3) as pair, caplog.at_level(logging.ERROR, "kvcore"):
         no_route, events = NoRoute(), observed(pair)[1]
         (pair.prefill if where == "prefill" else pair.decode).add_observer(no_route)
         rooms = [pair.decode.receiver(number(), pair.prefill.address) for _ in range(2)]
@@ -732,7 +732,7 @@ def test_c21_a_handshake_that_fails_after_a_cancel_is_no_result(backend: str, wh
 def test_c21_a_cancel_towards_nobody_is_no_result(caplog: pytest.LogCaptureFixture) -> None:
     """The same where nobody listens at the address of prefill; and a request turned down there leaves nothing either."""
     nobody = f"127.0.0.1:{free_port()}"
-    with manager("decode", memory(8), limits={"orphan_s": 0.4}) as decode, caplog.at_level(logging.ERROR, "kvcore"):
+    with manager("decode", memory(8), limits={"orphan_s": 0.3}) as decode, caplog.at_level(logging.ERROR, "kvcore"):
         events = Events()
         decode.add_observer(events)
         rooms = [decode.receiver(number(), nobody) for _ in range(2)]
