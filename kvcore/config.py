@@ -197,8 +197,11 @@ class Config(_Model):
         """
         merged: dict[str, Any] = {}
         origin: dict[str, str] = {}
-        for place, values in ((str(path), _from_file(path)), ("environment", _from_environment()), ("argument", overrides)):
-            _merge(merged, values, place, origin, "")
+        try:
+            for place, values in ((str(path), _from_file(path)), ("environment", _from_environment()), ("argument", overrides)):
+                _merge(merged, values, place, origin, "")
+        except RecursionError as error:
+            raise ConfigError("settings are nested deeper than can be followed; correct the file, variable or argument") from error
         try:
             return cls(**merged)
         except ConfigError as error:
@@ -219,9 +222,12 @@ def _from_file(path: str | Path | None) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, TypeError) as error:
-        raise ConfigError(f"config file {one_line(path, MOST_CAUSE)} cannot be read ({cause(error)}); check the path") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"config file {one_line(path, MOST_CAUSE)} is not valid TOML ({cause(error)}); correct that place") from error
+        why = error.strerror if isinstance(error, OSError) else cause(error)
+        raise ConfigError(f"config file {one_line(path, MOST_CAUSE)} cannot be read ({why}); check the path") from error
+    except ValueError as error:
+        raise ConfigError(
+            f"config file {one_line(path, MOST_CAUSE)} is not valid TOML ({one_line(error, MOST_CAUSE)}); correct that place"
+        ) from error
 
 
 def _from_environment() -> dict[str, Any]:

@@ -170,7 +170,7 @@ def by_name(pools: Iterable[Pool]) -> dict[str, Pool]:
         raise ConfigError(f"pools is {shown(pools)}; pass a list of kvcore.Pool")
     named = {pool.name: pool for pool in listed}
     if not named or len(named) != len(listed):
-        raise ConfigError(f"pools are named {shown([pool.name for pool in listed])}; give at least one, each with its own name")
+        raise ConfigError(f"pools are named {shown([pool.name for pool in listed])}; give at least one pool, each with a name of its own")
     return named
 
 

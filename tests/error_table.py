@@ -452,6 +452,8 @@ CASES = [
          BaseException),
     Case("config file that is not there", lambda t: Config.load(t.folder / "none.toml"), ConfigError, ("none.toml",), OSError),
     Case("config file that is no TOML", lambda t: Config.load(t.file("port = ")), ConfigError, ("kvcore.toml",), ValueError),
+    Case("config file that is nested too deep", lambda t: Config.load(t.file(".".join("a" * 5000) + " = 1")), ConfigError, ("nested",),
+         RecursionError),
     Case("limit that is none", lambda t: Limits(ticket_s="5m"), ConfigError, ("ticket_s", "'5m'"), ValueError),  # type: ignore[arg-type]
     Case("settings that contradict", lambda t: Limits(quarantine_s=10), ConfigError, ("quarantine_s (10)", "75"), ValueError),
     Case("setting that is none", lambda t: Config(role="both", rol=1), ConfigError, ("rol", "1"), ValueError),  # type: ignore[call-arg]

@@ -266,6 +266,23 @@ class Model(BaseModel):
         return value
 
 
+@pytest.mark.parametrize("text", ["port = " + "1" * 5000, "a = " + "[" * 5000 + "]" * 5000])
+def test_a_file_that_python_refuses_to_read_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "kvcore.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        Config.load(path)
+    assert str(error.value).isprintable() and len(str(error.value)) < 400
+    with pytest.raises(ConfigError, match="config file 5 cannot be read"):
+        Config.load(5)  # type: ignore[arg-type]
+
+
+def test_a_number_in_the_environment_may_have_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCORE_LIMITS__INPUT_S", "1" * 5000)
+    with pytest.raises(ConfigError, match="input_s: must be a finite number of seconds above 0, got inf"):
+        Config.load(role="both")
+
+
 @pytest.mark.parametrize(
     ("values", "text"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -53,6 +54,12 @@ def test_two_processes_succeed_abort_and_reject() -> None:
         "prefill: room 2 FAILED, aborted by decode: the user went away",
         "prefill: room 3 FAILED, rejected by decode: no pages left today",
     ]
+
+
+def test_two_processes_do_not_wait_for_a_side_that_has_failed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, started("two_processes.py", "both", str(silent.getsockname()[1])) as example:
+        out, errors = example.communicate(timeout=RUN_S / 2)  # decode alone would look for prefill for a minute
+    assert (example.returncode, out) == (1, "") and "bootstrap_port" in errors
 
 
 def test_the_scheduler_uses_pages_again_and_gets_all_of_them_back() -> None:

@@ -421,7 +421,7 @@ def leave(pair: Duo, side: str, way: str, cleared: bool) -> Handle:
 def test_c09_a_side_left_alone_ends_and_leaves_nothing(backend: str, side: str, way: str) -> None:
     """A room that the other side never opens ends by its limit or by a cancel; after clear and the limits of C1 nothing is stored, and
     a receiver that comes even later is told that there is no such room."""
-    with duo(backend, orphan_s=0.2, own={side: {"bootstrap_s": 0.3}} if way == "limit" else {}) as pair:
+    with duo(backend, orphan_s=0.5, own={side: {"bootstrap_s": 0.3}} if way == "limit" else {}) as pair:
         alone = leave(pair, side, way, cleared=True)
         pair.stores_empty()
         if side == "prefill":

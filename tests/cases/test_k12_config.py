@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from kvcore import KVManager, KVPoll, Pool, hookimpl
 from kvcore.config import Config, Limits
-from kvcore.errors import BackendLoadError, BackendNotFoundError, BackendOptionsError, ConfigError, KVCoreError, RegistrationError
+from kvcore.errors import BackendLoadError, BackendNotFoundError, BackendOptionsError, ConfigError, KVCoreError, RegistrationError, shown
 from kvcore.hookspecs import API_VERSION, REQUIRED, BackendInfo, NothingPosted, OpenContext, Transfer
 from kvcore.registry import validated_options
 from tests.fake_backends import BadStartBackend, MemoryBackend, install, running, start
@@ -293,7 +293,7 @@ def test_c102_a_limit_that_is_no_number_of_seconds(name: str, value: object) -> 
     for build, setting in ((lambda: Limits(**{name: value}), name), (lambda: Config(role="both", limits={name: value}), f"limits.{name}")):
         with pytest.raises(ConfigError) as error:
             build()
-        told(error.value, f"{setting}: must be a ", "number of seconds above 0", f"got {value!r}")
+        told(error.value, f"{setting}: must be a ", "number of seconds above 0", f"got {shown(value)}")
 
 
 def test_c102_the_value_is_told_once() -> None:
