@@ -14,7 +14,7 @@ import time
 from kvcore import addresses, hookspecs
 from kvcore.channel import Channel, Route
 from kvcore.compat import misfit
-from kvcore.errors import KVCoreError, cause
+from kvcore.errors import KVCoreError, cause, shown
 from kvcore.hookspecs import Capabilities, Endpoint, Hooks
 from kvcore.pairing import Departed, Home, Link, Peer, Waiter, addressee, engine_peer, other_side
 from kvcore.planner import Layout
@@ -84,7 +84,8 @@ class Peers:
         if self._links.get(link.address) is not link:
             return
         if not isinstance(found, Endpoint):
-            return self._refuse_link(link, FailureCode.BACKEND, f"the backend gave no endpoint for a peer: {error!r}")
+            why = cause(error) if error is not None else shown(found)
+            return self._refuse_link(link, FailureCode.BACKEND, f"the backend gave no endpoint for a peer: {why}")
         try:
             link.hello = checked(self.me.instance, "", Hello(link.pairing, self.me, found.data, tuple(found.keys), self._home.spoken_to()))
         except (TypeError, ValueError) as unfit:

@@ -25,6 +25,7 @@ from tests.made_backends import make_backend
 
 FALL = """
 from kvcore.bootstrap_client import Registrar
+from kvcore.doctor import patient
 start = Registrar.start
 
 def fall(self):
@@ -36,9 +37,10 @@ LONELY = """
 def kvcore_open(self, options, context):
     if context.side == "prefill":
         Registrar.start = fall
+        patient._succeed = lambda handle, limit_s: handle.wait(limit_s)
     super().kvcore_open(options, context)
 """
-"""A backend whose prefill side loses its bootstrap service."""
+"""A backend whose prefill side loses its bootstrap service, and says nothing of its own room, so that decode is heard."""
 QUICK = ("bench", "idle", "--rooms", "3", "--window", "1")
 
 

@@ -69,10 +69,10 @@ class Clock:
 
 
 def manager(side: Side, setup: Setup, buffer: Buffer) -> kvcore.KVManager:
-    """A manager with one pool, ``kv``, of one region; its rooms may take as long as the driver has patience."""
+    """A manager with one pool, ``kv``, of one region; its rooms may take as long as the driver has patience, and half of it to meet."""
     patience_s = setup.patience_s
     limits = kvcore.Limits(
-        bootstrap_s=patience_s, input_s=patience_s, transfer_s=patience_s, ticket_s=patience_s, quarantine_s=None, drain_s=1.0
+        bootstrap_s=patience_s / 2, input_s=patience_s, transfer_s=patience_s, ticket_s=patience_s, quarantine_s=None, drain_s=1.0
     )
     config = kvcore.Config(role=side, backend=setup.backend, backend_options=setup.options, host=setup.host, limits=limits)
     return kvcore.KVManager(config, [pool(buffer)])
