@@ -14,10 +14,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Most tests wait most of the time, so more run at once than there are cores; those of one file run one by one.
 JOBS ?= 3
 PYTEST := $(BIN)/python -m pytest --timeout 120 -n $(JOBS) --dist loadfile
+PYTEST_SLOW := $(BIN)/python -m pytest --timeout 1800
 STAMP := $(VENV)/.installed
 PLUGIN_STAMPS := $(ENGINES:%=$(STAMP)-%)
 
-.PHONY: demo test test-engines test-slow lint format bench install clean
+.PHONY: demo test test-engines test-slow slow-core slow-engines lint format bench install clean
 
 demo: $(STAMP) $(filter $(STAMP)-$(BACKEND),$(PLUGIN_STAMPS))
 	$(BIN)/kvcore demo --backend $(BACKEND) $(ARGS)
@@ -25,8 +26,8 @@ demo: $(STAMP) $(filter $(STAMP)-$(BACKEND),$(PLUGIN_STAMPS))
 test: lint
 	$(PYTEST) $(ARGS)
 
-# Each run is a process of its own: an engine reads its environment once. The core's tests over an engine are those with its name in
-# their parameters. make test-slow has what is left out here.
+# Each run is of processes of its own: an engine reads its environment once. The core's tests over an engine are those with its name in
+# their parameters; over TCP writes of nixl are really in flight. What is left out here is in slow-engines.
 test-engines: $(PLUGIN_STAMPS)
 	$(PYTEST) plugins/kvcore-nixl/tests
 	$(PYTEST) plugins/kvcore-mooncake/tests
@@ -34,8 +35,18 @@ test-engines: $(PLUGIN_STAMPS)
 	KVCORE_TEST_BACKENDS=nixl $(PYTEST) -k nixl tests/test_concurrency.py tests/test_rooms.py tests/test_demo.py
 	KVCORE_TEST_BACKENDS=mooncake $(PYTEST) -k mooncake tests/cases tests/test_concurrency.py tests/test_demo.py
 
-test-slow: $(STAMP) $(PLUGIN_STAMPS)
-	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
+test-slow: slow-core slow-engines
+
+slow-core: $(STAMP)
+	$(PYTEST_SLOW) -m slow $(ARGS)
+
+# All of the core's tests that run over an engine, the slow ones among them, and the plugins' own slow ones.
+slow-engines: $(PLUGIN_STAMPS)
+	$(PYTEST_SLOW) -m slow plugins/kvcore-nixl/tests
+	$(PYTEST_SLOW) -m slow plugins/kvcore-mooncake/tests
+	KVCORE_TEST_BACKENDS=nixl $(PYTEST_SLOW) -m "" -k nixl
+	KVCORE_TEST_BACKENDS=nixl UCX_TLS=tcp $(PYTEST_SLOW) -m "" -k nixl
+	KVCORE_TEST_BACKENDS=mooncake $(PYTEST_SLOW) -m "" -k mooncake
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +32,7 @@ def _read_options(file: str) -> dict[str, Any]:
     """A backend's options from a TOML file, read once, since it may be a pipe. What cannot be read is wrong usage."""
     try:
         options = tomllib.loads(Path(file).read_text(encoding="utf-8"))
-        pickle.dumps(options)  # they are to travel, which what is nested too deep cannot
+        json.dumps(options, default=str)  # they are to travel, which what is nested too deep cannot
     except OSError as error:
         raise typer.BadParameter(f"{file} cannot be read ({error.strerror})", param_hint="--options") from error
     except (ValueError, RecursionError) as error:

@@ -632,7 +632,7 @@ def test_p1_a_decode_process_that_does_not_fit_is_refused_on_both_sides(pair: tu
 
 
 def test_s8_a_room_waits_for_a_prefill_process_that_starts_later(two: list[Child]) -> None:
-    decode, port = two[0].start("decode"), free_port()
+    decode, port = two[0].start("decode", limits={"bootstrap_s": 60.0}), free_port()  # an engine may take long to import
     receiver = decode.receiver(new_room(), f"127.0.0.1:{port}")
     receiver.receive([5, 6])
     until(lambda: decode.logged("no group yet") != [], "decode has asked once")
