@@ -58,7 +58,7 @@ def test_two_processes_succeed_abort_and_reject() -> None:
 
 def test_two_processes_do_not_wait_for_a_side_that_has_failed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, started("two_processes.py", "both", str(silent.getsockname()[1])) as example:
-        out, errors = example.communicate(timeout=RUN_S / 2)  # decode alone would look for prefill for a minute
+        out, errors = example.communicate(timeout=RUN_S)  # decode alone would look for prefill for a minute more
     assert (example.returncode, out) == (1, "") and "bootstrap_port" in errors
 
 

@@ -284,7 +284,7 @@ PASSES: dict[str, tuple[str, str]] = {
 def test_c26_a_room_whose_hold_has_expired_never_succeeds_at_decode(backend: str, late: str) -> None:
     """Prefill's limit passes, decode does not hear of it and comes later: it fails, whatever bytes it has and prefill still knows."""
     limit, moment = PASSES[late]
-    changes = {"orphan_s": 0.2, "quarantine_s": 30.0, "own": {"prefill": {limit: 0.5}}}
+    changes = {"orphan_s": 1.0, "quarantine_s": 30.0, "own": {"prefill": {limit: 0.5}}}
     with duo(backend, **changes) as pair, ControlTap(pair.decode) as tap:  # type: ignore[arg-type]
         meet(pair)
         hold = pair.plan.hold(hook="kvcore_poll")
