@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import os
 import re
@@ -152,7 +153,7 @@ def test_the_code_about_operating(capsys: pytest.CaptureFixture[str]) -> None:
     with duo() as pair, pair.prefill.sender(7):
         names = play("operating.md", manager=pair.prefill)
         sizes, story = capsys.readouterr().out.split("\n", 1)
-        assert eval(sizes) == full_stores(pair.prefill)
+        assert ast.literal_eval(sizes) == full_stores(pair.prefill)
         assert "BOOTSTRAPPING" in story
         pool = kvcore.Pool.from_tensors("kv", pair.source, page_size=16)
         with kvcore.KVManager(names["config"], [pool]) as manager:
