@@ -114,7 +114,7 @@ class Handle:
         self._owner.table.clear(self._room)
 
     def is_release_safe(self) -> bool:
-        """Whether no engine can touch the room's pages any more (R1)."""
+        """Whether no engine can touch the room's pages any more (R1). Ask once the room has ended: then True is for good."""
         return self._owner.table.release_safe(self._room.key)
 
     def wait(self, timeout: float | None = None) -> KVPoll:
@@ -123,7 +123,7 @@ class Handle:
         return self.poll()
 
     def wait_release_safe(self, timeout: float | None = None) -> bool:
-        """Block until the pages are release-safe, or ``timeout`` seconds; whether they are."""
+        """Block until the pages are release-safe, or ``timeout`` seconds; whether they are. Ask once the room has ended."""
         self._block(self.is_release_safe, timeout)
         return self.is_release_safe()
 

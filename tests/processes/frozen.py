@@ -158,6 +158,7 @@ def _under_way(scene: Scene) -> tuple[Handle, Handle]:
     """A room whose first byte has arrived."""
     sender, receiver = scene.open()
     receiver.receive(range(PAGES))
+    until(lambda: not receiver.safe_now(), "the destination is published: before that its pages count as safe", SAFE_S)
     receiver.child.work("reuse", receiver.name, "kv", CLEAN, NEW)
     gate = f"gate of {sender.name}"
     sender.send(range(PAGES), last=True, gate=gate)
