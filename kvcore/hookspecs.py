@@ -56,6 +56,8 @@ class Capabilities:
     """Most bytes of one transfer; the core splits above it."""
     exclusive: bool = False
     """No hook may run beside another."""
+    reopens: bool = True
+    """After ``kvcore_close`` an engine can be opened again in the same process (B7)."""
 
 
 class NoOptions(BaseModel, extra="forbid", frozen=True):

@@ -25,6 +25,8 @@ from kvcore.states import RoomKey
 BACKENDS = os.environ.get("KVCORE_TEST_BACKENDS", "local").split(",")
 """What tests that hold for every backend run over. The others are ``-k`` away: ``KVCORE_TEST_BACKENDS=nixl pytest -k nixl``."""
 
+ROOT = Path(__file__).resolve().parents[1]
+
 SOON_S = 10.0
 """How long anything that ought to happen at once may take on a busy machine."""
 

@@ -11,7 +11,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from tests.processes.driver import ROOT, free_port
+from kvcore_conformance.driver import free_port
+
+from tests.helpers import ROOT
 
 RUN_S = 90.0
 """For importing torch twice on a machine that does something else; the examples themselves take about a second."""

@@ -10,13 +10,13 @@ from itertools import islice
 from unittest.mock import Mock
 
 import pytest
+from kvcore_conformance.driver import Child, until
 
 from kvcore import KVPoll, Limits
 from kvcore.protocol import events as ev
 from kvcore.rooms import RoomTable
 from kvcore.states import RoomId
 from tests.helpers import SOON_S, cpu_s, manager, memory, number, stays, wait_until
-from tests.processes.driver import Child, until
 
 ROLES, ROOMS = ("prefill", "decode"), 5000
 STEP_S, STEPS = 0.5, 5

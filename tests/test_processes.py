@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from kvcore_conformance.driver import LIMITS, SOON_S, Child, ChildError, Crew, Handle, PoolSpec, free_port, until
+from kvcore_conformance.noise import Noise
 
 from tests.helpers import BACKENDS, able, fences
-from tests.processes.driver import LIMITS, SOON_S, Child, ChildError, Crew, Handle, PoolSpec, free_port, until
-from tests.processes.noise import Noise
 
 KV = PoolSpec()
 AUX = PoolSpec("aux", pages=16, page_bytes=64, layers=1)

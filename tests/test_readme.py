@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 import typer
+from kvcore_conformance.driver import free_port
 
 import kvcore
 from kvcore.backends.local import LocalOptions
 from kvcore.cli import application
 from kvcore.hookspecs import REQUIRED, Capabilities, Fact, KVCoreSpec, NoOptions
 from kvcore.metrics import COUNTERS, GAUGES, SUMMARIES
-from tests.helpers import duo, ended, full_stores, memory
-from tests.processes.driver import ROOT, free_port
+from tests.helpers import ROOT, duo, ended, full_stores, memory
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 import zmq
+from kvcore_conformance.driver import free_port
 
 from kvcore import KVManager
 from kvcore.wire import Letter, Ping, encode
 from tests.helpers import SOON_S, Duo, manager, memory
-from tests.processes.driver import free_port
 
 
 @dataclass

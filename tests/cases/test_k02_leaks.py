@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from kvcore_conformance.driver import Child, Crew, free_port, until
 
 from kvcore import FailureCode, Handle, KVManager, KVPoll, NothingPosted, Receiver, Sender, hookimpl
 from kvcore.faults import ControlTap, FaultPlan, Hold
@@ -37,7 +38,6 @@ from tests.helpers import (
     stores_empty,
     wait_until,
 )
-from tests.processes.driver import Child, Crew, free_port, until
 
 PAGES = [3, 8, 1]
 SIDES = ["prefill", "decode"]

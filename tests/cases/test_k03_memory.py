@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvcore_conformance.driver import Crew
 
 from kvcore import FailureCode, Handle, KVManager, KVPoll, NothingPosted, Pool, Receiver, Sender
 from kvcore.faults import ControlTap, FaultPlan, Hold
@@ -38,7 +39,6 @@ from tests.helpers import (
     stores_empty,
     wait_until,
 )
-from tests.processes.driver import Crew
 
 PAGES = [3, 8, 1]
 A_MOMENT_S = 0.03

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from kvcore_conformance.driver import Child, Crew, Handle as Far, until
 
 from kvcore import FailureCode, Handle, KVManager, KVPoll, Receiver, RoomError, Sender
 from kvcore.faults import ControlTap, Hold
@@ -24,8 +25,7 @@ from kvcore.protocol.messages import Abort, Here, Status
 from kvcore.states import RoomId
 from kvcore.wire import Letter, decode
 from tests.cases.engines import Shared, shared
-from tests.helpers import BACKENDS, MOMENTS, SOON_S, Duo, at, duo, ended, full_stores, manager, memory, number, stays, wait_until
-from tests.processes.driver import ROOT, Child, Crew, Handle as Far, until
+from tests.helpers import BACKENDS, MOMENTS, ROOT, SOON_S, Duo, at, duo, ended, full_stores, manager, memory, number, stays, wait_until
 
 PAGES = [3, 8, 1]
 OTHERS = [20, 21]

@@ -27,8 +27,7 @@ from kvcore import Pool, Region, TicketState, Transfer
 from kvcore.hookspecs import PENDING, Endpoint, OpenContext, Peer
 from kvcore.planner import Layout, plan
 from kvcore.states import RoomKey
-from tests.helpers import memory, wait_until
-from tests.processes.driver import ROOT
+from tests.helpers import ROOT, memory, wait_until
 
 PAGES, PAGE_BYTES = 64, 4096
 BIG = (512, 128 * 1024)

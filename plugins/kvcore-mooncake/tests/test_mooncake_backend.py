@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
+from kvcore_conformance.driver import free_port
 from kvcore_mooncake import backend, native
 from kvcore_mooncake.backend import Job
 from mooncake_pair import BIG, Calls, Guest, Node, Stage, resources, stage
@@ -22,7 +23,6 @@ from kvcore import Region
 from kvcore.hookspecs import DONE, PENDING, RETRY, Endpoint, TicketState
 from kvcore.states import RoomKey
 from tests.helpers import wait_until
-from tests.processes.driver import free_port
 
 SCATTERED = ([9, 3, 50, 20, 7], [1, 40, 2, 30, 8])
 RUN = (list(range(10, 30)), list(range(20, 40)))

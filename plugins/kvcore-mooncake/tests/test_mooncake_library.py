@@ -12,7 +12,7 @@ import pytest
 from kvcore_mooncake import native
 
 from tests.commands import kvcore
-from tests.processes.driver import ROOT
+from tests.helpers import ROOT
 
 SCRIPT = """
 import importlib.metadata, json, sys

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from kvcore_conformance.driver import Child, PoolSpec, until
+from kvcore_conformance.frozen import Engine, check_late_is_seen, check_nothing_late
 from kvcore_mooncake.backend import ABLE
 from mooncake_pair import resources
 
 from kvcore import KVPoll
-from tests.helpers import Calls, Duo, duo, ended, wait_until
-from tests.processes.driver import ROOT, Child, PoolSpec, until
-from tests.processes.frozen import Engine, check_late_is_seen, check_nothing_late
+from tests.helpers import ROOT, Calls, Duo, duo, ended, wait_until
 
 MOST = ABLE.max_descriptors or 0
 IDLE_S = 3.0

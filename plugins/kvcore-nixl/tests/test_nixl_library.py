@@ -17,8 +17,7 @@ from nixl_pair import Node, pair
 
 import kvcore
 from kvcore.hookspecs import DONE
-from tests.helpers import memory
-from tests.processes.driver import ROOT
+from tests.helpers import ROOT, memory
 
 log = logging.getLogger("tests.nixl")
 

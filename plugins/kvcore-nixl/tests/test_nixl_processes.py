@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kvcore_conformance.driver import SOON_S, Child, Crew, PoolSpec, free_port, until
+from kvcore_conformance.frozen import Engine, check_late_is_seen, check_nothing_late
 
-from tests.helpers import stays
-from tests.processes.driver import ROOT, SOON_S, Child, Crew, PoolSpec, free_port, until
-from tests.processes.frozen import Engine, check_late_is_seen, check_nothing_late
+from tests.helpers import ROOT, stays
 
 TCP = {"UCX_TLS": "tcp"}
 BIG = PoolSpec(pages=24, page_bytes=1 << 20, layers=2)

@@ -15,10 +15,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 ANSWER_S = 20.0
 """How long a child may take for an answer, beyond the waiting that the command itself asks for."""
 STEP_S = 0.01
@@ -50,6 +49,8 @@ class PoolSpec:
     dtype: str = "uint8"
     file: str = ""
     """Its memory is this file, as it is, instead of the worker's own: to be looked at while the worker stands still."""
+    guard: int = 0
+    """With a file: bytes before and after each layer that are not of the pool."""
 
 
 class ChildError(Exception):
@@ -73,13 +74,12 @@ class Failure:
 class Child:
     """One worker process, and the manager in it once ``start`` was called."""
 
-    def __init__(self, env: Mapping[str, str] | None = None, backend: str = "local") -> None:
-        self.backend = backend
+    def __init__(self, env: Mapping[str, str] | None = None, backend: str = "local", options: Mapping[str, Any] | None = None) -> None:
+        self.backend, self.options = backend, dict(options or {})
         """What ``start`` makes managers over."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.processes.worker"],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **(env or {})},
+            [sys.executable, "-m", "kvcore_conformance.worker"],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **ONE_THREAD, **(env or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -88,7 +88,7 @@ class Child:
         self._buffer = b""
         self.took_s = 0.0
         """Seconds that the last call took in the child."""
-        self.address = self.instance = self.admin = ""
+        self.role = self.address = self.instance = self.admin = ""
 
     # --- the process
 
@@ -165,8 +165,10 @@ class Child:
 
     def start(self, role: str, pools: Sequence[PoolSpec] = (PoolSpec(),), **config: Any) -> Child:
         """Make the manager: random memory on prefill, zeroed memory on decode. ``limits`` are put over ``LIMITS``."""
-        config = {"role": role, "backend": self.backend, **config, "limits": {**LIMITS, **config.get("limits", {})}}
+        over = {"backend": self.backend, "backend_options": self.options}
+        config = {"role": role, **over, **config, "limits": {**LIMITS, **config.get("limits", {})}}
         seed = self.pid if role == "prefill" else 0
+        self.role = role
         found = self.work("start", config, [vars(pool) for pool in pools], seed)
         self.address, self.instance, self.admin = found["address"], found["instance"], found["admin"]
         return self
@@ -221,6 +223,23 @@ class Child:
     def release(self, room: int) -> None:
         """Let them go."""
         self.call(f"hold {room}", "release")
+
+    def fault(self, kind: str, name: str = "", **where: Any) -> None:
+        """A fault of ``FaultPlan`` for this process's backend; what the method returns gets the name."""
+        self.work("fault", kind, name, **where)
+
+    def heal(self) -> None:
+        """No more faults, and no more tap."""
+        self.work("heal")
+
+    def tap(self, do: str, message: str, outgoing: bool, **how: Any) -> None:
+        """Drop, duplicate or delay control messages of a kind, such as ``Status``, see ``ControlTap``."""
+        self.work("tap", do, message, outgoing, **how)
+
+    def events(self, most: int = 50) -> list[str]:
+        """The latest events of this process, one a line."""
+        found: list[str] = self.work("events", most)
+        return found
 
     def bad_messages(self, port: str) -> int:
         """How many messages to a port were not understood."""
@@ -294,22 +313,26 @@ class Handle:
 class Crew:
     """Lends children. One that comes back alive closes its manager and is lent again, since starting an interpreter is slow."""
 
-    def __init__(self, env: Mapping[str, str] | None = None, backend: str = "local") -> None:
-        self._env, self._backend = env, backend
+    def __init__(self, env: Mapping[str, str] | None = None, backend: str = "local", options: Mapping[str, Any] | None = None) -> None:
+        self._env, self._backend, self._options = env, backend, options
         self._all: list[Child] = []
         self._idle: list[Child] = []
+        self.lent: list[Child] = []
+        """Those that are lent now."""
 
     @contextmanager
     def lend(self, number: int) -> Iterator[list[Child]]:
         """Children without a manager; what happens to them is the borrower's business."""
         lent = [self._idle.pop() if self._idle else self._new() for _ in range(number)]
+        self.lent += lent
         try:
             yield lent
         finally:
+            self.lent = [child for child in self.lent if child not in lent]
             self._idle += [child for child in lent if child.stopped()]
 
     def _new(self) -> Child:
-        self._all.append(Child(self._env, self._backend))
+        self._all.append(Child(self._env, self._backend, self._options))
         return self._all[-1]
 
     def end(self) -> None:

@@ -7,6 +7,7 @@ The object ``worker`` is there from the start and makes the manager, which is th
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 import json
 import logging
@@ -22,7 +23,9 @@ import numpy as np
 
 import kvcore
 from kvcore import core, wire
-from kvcore.faults import FaultPlan
+from kvcore.faults import ControlTap, FaultPlan
+from kvcore.hookspecs import Event
+from kvcore.registry import plugin_manager
 
 STEP_S = 0.005
 
@@ -53,13 +56,27 @@ class Log(logging.Handler):
             self.lines.append(logging.Formatter().formatException(record.exc_info))
 
 
+class Story:
+    """An observer that keeps what happened, one line an event."""
+
+    def __init__(self) -> None:
+        self.lines: deque[str] = deque(maxlen=500)
+
+    @kvcore.hookimpl
+    def kvcore_on_event(self, event: Event) -> None:
+        """One event."""
+        room = f"{event.room.side} room {event.room.number}.{event.room.attempt}" if event.room else "-"
+        details = " ".join(f"{name}={value}" for name, value in event.details.items())
+        self.lines.append(f"{time.monotonic():.4f} {event.name} {room} {details}".rstrip())
+
+
 class Worker:
     """The object ``worker``: what a test needs besides the public surface of a manager and its handles."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {"worker": self}
         self._arrays: dict[str, list[np.ndarray[Any, Any]]] = {}
-        self._log = Log()
+        self._log, self._story = Log(), Story()
         logging.getLogger("kvcore").addHandler(self._log)
         logging.getLogger("kvcore").setLevel(logging.INFO)
 
@@ -68,23 +85,32 @@ class Worker:
         else zero."""
         manager = kvcore.KVManager(kvcore.Config(**config), [self._pool(**pool, seed=seed) for pool in pools])
         self.objects["manager"] = manager
+        manager.add_observer(self._story)
         return {"address": manager.address, "instance": manager.instance, "admin": manager.admin_address}
 
-    def _pool(self, name: str, pages: int, page_bytes: int, layers: int, page_size: int, dtype: str, file: str, seed: int) -> kvcore.Pool:
+    def _pool(
+        self, name: str, pages: int, page_bytes: int, layers: int, page_size: int, dtype: str, file: str, guard: int, seed: int
+    ) -> kvcore.Pool:
         random = np.random.default_rng(seed)
         shape = (pages, page_bytes)
         if file:
-            arrays = list(np.asarray(np.memmap(file, np.uint8, "r+", 0, (layers, *shape))))
+            whole = np.asarray(np.memmap(file, np.uint8, "r+", 0, (layers, guard + pages * page_bytes + guard)))
+            arrays = [layer[guard : guard + pages * page_bytes].reshape(shape) for layer in whole]
         else:
             arrays = [random.integers(1, 255, shape, np.uint8) if seed else np.zeros(shape, np.uint8) for _ in range(layers)]
         self._arrays[name] = arrays
         return kvcore.Pool.from_tensors(name, [array.view(dtype) for array in arrays], page_size=page_size)
 
+    def engine(self, backend: str) -> str:
+        """What a backend's facts say of its engine; "" if they say nothing."""
+        hooks = plugin_manager(kvcore.load_backend(backend))[0].hook
+        return next((fact.value for fact in hooks.kvcore_facts() or () if fact.name == "engine"), "")
+
     def stop(self) -> None:
         """Close the manager and drop everything of it."""
-        manager = self.objects.pop("manager", None)
-        if manager is not None:
-            manager.close()
+        self.heal()
+        if "manager" in self.objects:
+            self.objects["manager"].close()
         self.objects = {"worker": self}
         self._arrays.clear()
         self._log.lines.clear()
@@ -140,10 +166,34 @@ class Worker:
 
     def hold(self, room: int, name: str) -> None:
         """Hold back the next write of a room until the hold is released: it is in flight, and lands late."""
+        self.fault("hold", name, room=room, times=1)
+
+    def fault(self, kind: str, name: str, **where: Any) -> None:
+        """A method of the manager's ``FaultPlan``; an ``error`` is the name of a built-in exception."""
         if "plan" not in self.objects:
             self.objects["plan"] = FaultPlan()
             self.objects["manager"].add_observer(self.objects["plan"])
-        self.objects[name] = self.objects["plan"].hold(room=room, times=1)
+        if "error" in where:
+            where["error"] = getattr(builtins, where["error"])
+        self.objects[name or "fault"] = getattr(self.objects["plan"], kind)(**where)
+
+    def tap(self, do: str, message: str, outgoing: bool, **how: Any) -> None:
+        """A rule of a ``ControlTap`` on the manager, for messages of a type that go out or come in."""
+        if "tap" not in self.objects:
+            self.objects["tap"] = ControlTap(self.objects["manager"])
+        how["which"] = lambda letter, out: out is outgoing and type(letter.body).__name__ == message
+        getattr(self.objects["tap"], do)(**how)
+
+    def heal(self) -> None:
+        """No more faults, and no more tap."""
+        if "tap" in self.objects:
+            self.objects.pop("tap").close()
+        if "plan" in self.objects:
+            self.objects["plan"].heal()
+
+    def events(self, most: int) -> list[str]:
+        """The latest events and log lines of the manager."""
+        return list(self._story.lines)[-most:]
 
     def open_many(self, do: str, first: int, number: int, *args: str) -> None:
         """Open many rooms, one side of each; every other receiver publishes a destination."""
@@ -187,7 +237,8 @@ def _say_wire_version(backend: Any, version: str) -> None:
 
     @kvcore.hookimpl
     def kvcore_backend_info(self: object) -> kvcore.BackendInfo:
-        return replace(original(self), wire_version=version)
+        info: kvcore.BackendInfo = original(self)
+        return replace(info, wire_version=version)
 
     backend.kvcore_backend_info = kvcore_backend_info
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from tests.processes.driver import Child, Handle, PoolSpec, until
+from kvcore_conformance.driver import Child, Handle, PoolSpec, until
 
 Side = Literal["prefill", "decode"]
 SIDES: tuple[Side, ...] = ("decode", "prefill")
@@ -84,14 +84,14 @@ def scene(engine: Engine, limits: Mapping[str, float]) -> Iterator[Scene]:
     """Two paired processes over an engine; ended with the context, whatever state they are in."""
     config = {"backend": engine.backend, "backend_options": dict(engine.options), "limits": {**PATIENT, **limits}}
     with tempfile.TemporaryDirectory(prefix="kvcore-") as folder, ExitStack() as stack:
-        memory, children = [], []
+        memory, children = list[Memory](), list[Child]()
         for side in ("prefill", "decode"):
             file = str(Path(folder, side))
             memory.append(np.memmap(file, np.uint8, "w+", shape=(PAGES, PAGE_BYTES)))
             children.append(child := Child(engine.env))
             stack.callback(child.end)
             child.start(side, [PoolSpec("kv", PAGES, PAGE_BYTES, layers=1, file=file), AUX], **config)
-        found = Scene(*children, *memory)
+        found = Scene(children[0], children[1], memory[0], memory[1])
         until(found.moves, "the processes pair", SAFE_S)
         for child in children:
             _give_way(child)

@@ -1,0 +1,1 @@
+"""The report of a run: one model, and the forms in which it is written."""

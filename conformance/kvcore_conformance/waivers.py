@@ -1,0 +1,58 @@
+"""Waivers: rules that may fail for a while, each with a reason and a date after which it may no longer."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvcore.errors import ConfigError, one_line
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@dataclass(frozen=True)
+class Waiver:
+    """One entry ``[[waiver]]`` of the file."""
+
+    rule: str
+    reason: str
+    expires: datetime.date
+
+
+@dataclass(frozen=True)
+class Waivers:
+    """What a file waives. A waiver that is not needed, not known or over is a fault of the run."""
+
+    by_rule: Mapping[str, Waiver] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, file: Path | None) -> Waivers:
+        """Those of a TOML file, none without one; raises ``ConfigError`` for one that cannot be read."""
+        if file is None:
+            return cls()
+        try:
+            entries = [Waiver(**entry) for entry in tomllib.loads(file.read_text(encoding="utf-8")).get("waiver", [])]
+            if not all(one.reason and isinstance(one.expires, datetime.date) for one in entries):
+                raise ValueError("a waiver has no reason, or its expires is not a date")
+        except (OSError, ValueError, TypeError) as error:
+            text = f"waivers file {str(file)!r} cannot be read ({one_line(error)})"
+            raise ConfigError(f"{text}; write [[waiver]] with rule, reason and expires = 2027-01-31") from error
+        return cls({one.rule: one for one in entries})
+
+    def faults(self, known: Iterable[str], passed: Iterable[str], today: datetime.date) -> list[str]:
+        """What is wrong with them after a run in which these rules passed."""
+        known, passed, found = set(known), set(passed), []
+        for one in self.by_rule.values():
+            if one.rule not in known:
+                found.append(f"waiver for {one.rule}: there is no such rule; remove it")
+            elif one.expires < today:
+                found.append(f"waiver for {one.rule} expired on {one.expires}; keep the rule, or agree on another date")
+            elif one.rule in passed:
+                found.append(f"waiver for {one.rule}: the rule holds; remove it")
+        return found
