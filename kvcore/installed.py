@@ -70,8 +70,13 @@ def find_backend(wanted: str) -> InstalledBackend:
     known = {backend.name for backend in installed}
     raise BackendNotFoundError(
         f"no backend {shown(name)} is installed{near(name, known.union(PUBLISHED) - {name})}; "
-        f"installed are: {', '.join(sorted(known)) or 'none'}; to add one: pip install kvcore-{_canonical(name[:MOST_SHOWN]) or '<name>'}"
+        f"installed are: {', '.join(sorted(known)) or 'none'}; to add one: {_how_to_add(name)}"
     )
+
+
+def _how_to_add(name: str) -> str:
+    """For a name that nobody may have taken no package is proposed: anybody could take it."""
+    return f"pip install kvcore-{name}" if name in PUBLISHED else "install the distribution that offers it"
 
 
 def _offered(distribution: importlib.metadata.Distribution) -> list[InstalledBackend]:

@@ -188,7 +188,7 @@ class Ledger:
             self._hooks.progress()
         for entry in list(self._entries.values()):
             moved |= self._post(entry, now)
-        moved |= self._poll(now)
+        moved |= self._poll()
         for entry in list(self._entries.values()):
             self._limit(entry, now)
         return moved
@@ -199,7 +199,7 @@ class Ledger:
             return False
         posted = False
         while self._may_start(entry, now) and (part := self._next_part(entry, now)) is not None:
-            self._submit(entry, part, now)
+            self._submit(entry, part)
             posted = True
         return posted
 
@@ -237,13 +237,13 @@ class Ledger:
         entry.waiting.extend(Part(transfer) for transfer in planned)
         return True
 
-    def _submit(self, entry: Entry, part: Part, now: float) -> None:
+    def _submit(self, entry: Entry, part: Part) -> None:
         entry.running.append(part)
         if self._capabilities.blocking:
             part.job = Job(entry.pair.peer, lambda: self._work(entry, part))
             return self._workers.put(part.job)
-        self._begin(entry, part, now)
-        self._returned(entry, part, self._call(entry, part), now)
+        self._begin(entry, part, self._clock())
+        self._returned(entry, part, self._call(entry, part))
 
     def _work(self, entry: Entry, part: Part) -> None:
         """On a worker: make the call, unless the room has failed or the peer fallen silent while the part waited."""
@@ -252,7 +252,7 @@ class Ledger:
         if self._may_start(entry, now):
             self._order(lambda: self._begin(entry, part, now))
             result = self._call(entry, part)
-        self._order(lambda: self._returned(entry, part, result, self._clock()))
+        self._order(lambda: self._returned(entry, part, result))
 
     def _call(self, entry: Entry, part: Part) -> Ticket | TicketState:
         part.peer = self._peer(entry.pair.peer)
@@ -263,13 +263,13 @@ class Ledger:
             part.since = now
             entry.room.meter.began(now)
 
-    def _returned(self, entry: Entry, part: Part, result: Ticket | TicketState, now: float) -> None:
+    def _returned(self, entry: Entry, part: Part, result: Ticket | TicketState) -> None:
         """A call of ``kvcore_transfer`` has returned."""
         part.job = None
         if part not in entry.running:
             return self._come_too_late(entry.room, result)
         if isinstance(result, TicketState):
-            return self._take(entry, part, result, now)
+            return self._take(entry, part, result)
         part.ticket = result
         if entry.cancelled or entry.failed:
             self._abort(entry.room.key, [part])
@@ -282,19 +282,19 @@ class Ledger:
         if room.cleared and not any(entry.room.key == room.key for entry in self._entries.values()):
             self._hooks.clear(room.key)
 
-    def _poll(self, now: float) -> bool:
+    def _poll(self) -> bool:
         running = [(entry, part) for entry in self._entries.values() for part in entry.running if part.job is None]
         if not running:
             return False
-        moved = False
-        for (entry, part), state in zip(running, self._hooks.poll([part.ticket for _, part in running]), strict=True):
-            if state.kind is not TicketKind.PENDING:
-                self._take(entry, part, state, now)
-                moved = True
-        return moved
+        told = zip(running, self._hooks.poll([part.ticket for _, part in running]), strict=True)
+        ended = [(entry, part, state) for (entry, part), state in told if state.kind is not TicketKind.PENDING]
+        for entry, part, state in ended:
+            self._take(entry, part, state)
+        return bool(ended)
 
-    def _take(self, entry: Entry, part: Part, state: TicketState, now: float) -> None:
+    def _take(self, entry: Entry, part: Part, state: TicketState) -> None:
         """A part of a ticket has ended."""
+        now = self._clock()
         entry.running.remove(part)
         self._stop_clock(entry, part, now)
         if state.kind is TicketKind.RETRY and not (entry.cancelled or entry.failed):

@@ -111,7 +111,7 @@ def test_a_bootstrap_service_that_is_down_fails_in_one_line_with_its_address(tmp
 def test_an_unknown_backend_fails_with_a_near_match(command: tuple[str, ...]) -> None:
     done = kvcore(*command)
     assert (done.returncode, done.stdout) == (1, "")
-    assert one_line(done.stderr) and "did you mean 'local'" in done.stderr and "pip install kvcore-lokal" in done.stderr
+    assert one_line(done.stderr) and "did you mean 'local'" in done.stderr and "install the distribution that offers it" in done.stderr
 
 
 def test_a_port_that_is_taken_fails_in_one_line(tmp_path: Path) -> None:

@@ -183,6 +183,13 @@ def test_r3_what_is_written_off_is_gone_and_its_pages_are_known(bench: Bench) ->
     stays(lambda: room.meter.read(time.monotonic()).active_s == active, 0.05)
 
 
+def test_a_ticket_that_begins_and_ends_in_one_turn_took_the_time_that_it_took(bench: Bench) -> None:
+    bench.engine.poll_answer = lambda tickets: stays(lambda: True, 0.05) or [DONE] * len(tickets)
+    room = bench.start()
+    assert bench.wait()[0].ok
+    assert 0.05 <= room.meter.read(time.monotonic()).active_s < 1.0
+
+
 def test_r3_ticket_s_fails_the_ticket_cancels_it_and_goes_on_asking(bench: Bench) -> None:
     begun = time.monotonic()
     bench.start()

@@ -172,7 +172,7 @@ def test_c97_an_unknown_name_lists_the_known_ones_and_a_near_match(install: Inst
     install("alpha")
     with pytest.raises(BackendNotFoundError) as error:
         load_backend("alpho")
-    told(error.value, "'alpho'", "did you mean 'alpha'?", "alpha", "pip install kvcore-alpho")
+    told(error.value, "'alpho'", "did you mean 'alpha'?", "alpha", "install the distribution that offers it")
 
 
 @pytest.mark.parametrize("name", ["", "@", "a b; rm -rf\n", "@kvcore-alpha", "ünïcode"])

@@ -71,7 +71,7 @@ def stopped_tidily(fake: type[MemoryBackend], error_type: type[BaseException], r
 def test_c97_an_unknown_backend_name(name: str, near: str, role: str) -> None:
     """An unknown name is one short error with the known names, a near match and how to install it, before anything starts."""
     error = stopped(BackendNotFoundError, role, name)
-    told(error, f"no backend {name!r} is installed", "installed are: ", "local", "pip install kvcore-")
+    told(error, f"no backend {name!r} is installed", "installed are: ", "local", "to add one: ")
     assert f"did you mean {near!r}?" in str(error) if near else True
     assert len(str(error)) < 300
 
