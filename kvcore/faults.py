@@ -281,9 +281,9 @@ class FaultPlan(Interposer):
 
     @hookimpl(tryfirst=True)
     def kvcore_abort(self, room: RoomKey, tickets: Sequence[Ticket]) -> bool | None:
+        self._meet("kvcore_abort", room.number)
         mine = [ticket for ticket in tickets if isinstance(ticket, _StandIn) and ticket in self._stand_ins]
         if not mine:
-            self._meet("kvcore_abort", room.number)
             return None
         theirs = [ticket for ticket in tickets if ticket not in mine] + [stand_in.ticket for stand_in in mine if stand_in.running]
         if theirs:

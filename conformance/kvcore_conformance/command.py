@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 from kvcore.errors import KVCoreError, one_line
-from kvcore.installed import find_backend
 from kvcore_conformance import __version__
-from kvcore_conformance.subject import options_from
+from kvcore_conformance.subject import Subject, options_from
 from kvcore_conformance.waivers import Waivers
 
 PLUGIN = "kvcore_conformance.plugin"
 SUITE = "kvcore_conformance.suite"
 TIMEOUT_S = 120
+EXIT: dict[int, int] = {pytest.ExitCode.OK: 0, pytest.ExitCode.USAGE_ERROR: 2, pytest.ExitCode.NO_TESTS_COLLECTED: 2}
+"""What is neither, such as a run that was interrupted, has not shown that the contract is kept."""
 
 
 def main() -> None:
@@ -29,22 +30,21 @@ def run(arguments: Sequence[str]) -> int:
     """Run it and return the exit code."""
     chosen, more = _parser().parse_known_args(arguments)
     try:
-        find_backend(chosen.backend)
-        if chosen.options is not None:
-            options_from(chosen.options)
+        Subject(chosen.backend, options_from(chosen.options) if chosen.options is not None else {}).check()
         Waivers.read(chosen.waivers)
     except KVCoreError as error:
         sys.stderr.write(f"kvcore-conformance: {one_line(error)}\n")
         return 2
     ini = Path(__file__).with_name("suite.ini")
-    words = ["-p", PLUGIN, "-c", str(ini), f"--rootdir={Path(__file__).parent}", "-p", "no:cacheprovider", f"--timeout={TIMEOUT_S}", "-q"]
+    words = ["-p", PLUGIN, "-p", "no:xdist", "-p", "no:cacheprovider", "-q", f"--timeout={TIMEOUT_S}"]
+    words += ["-c", str(ini), f"--rootdir={Path(__file__).parent}"]
     words += [f"--kvcore-backend={chosen.backend}", f"--kvcore-profile={chosen.profile}", f"--kvcore-soak={chosen.soak}"]
     for name in ("options", "report", "waivers", "seed"):
         if (value := getattr(chosen, name)) is not None:
             words.append(f"--kvcore-{name}={value.absolute() if isinstance(value, Path) else value}")
     if chosen.report is not None:
         words.append(f"--junitxml={chosen.report.absolute() / 'junit.xml'}")
-    return int(pytest.main([*words, *more, "--pyargs", SUITE]))
+    return EXIT.get(int(pytest.main([*words, *more, "--pyargs", SUITE])), 1)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from kvcore_conformance.report.model import Story
+
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 ANSWER_S = 20.0
 """How long a child may take for an answer, beyond the waiting that the command itself asks for."""
@@ -84,7 +86,6 @@ class Child:
             stdout=subprocess.PIPE,
         )
         self._names = 0
-        self._spoilt = False
         self._buffer = b""
         self.took_s = 0.0
         """Seconds that the last call took in the child."""
@@ -158,10 +159,10 @@ class Child:
 
     # --- its manager
 
-    def pretend(self, wire_version: str = "", major: int = 0) -> None:
-        """Have this process speak another version of the backend's wire format, or of the control protocol."""
-        self._spoilt = True
-        self.work("pretend", self.backend, wire_version, major)
+    def pretend(self, wire_version: str = "", major: int = 0, minor: int = 0, backend: str = "") -> None:
+        """Have the next manager tell its peers another version of the backend's wire format or of the control protocol, or another
+        backend, than it has."""
+        self.work("pretend", major, minor, wire_version, backend)
 
     def start(self, role: str, pools: Sequence[PoolSpec] = (PoolSpec(),), **config: Any) -> Child:
         """Make the manager: random memory on prefill, zeroed memory on decode. ``limits`` are put over ``LIMITS``."""
@@ -176,7 +177,7 @@ class Child:
     def stopped(self) -> bool:
         """Close the manager, so that another can be made; False, and the process is ended, if it cannot be used any more."""
         try:
-            if self.running and not self._spoilt:
+            if self.running:
                 self.thaw()
                 self.work("stop", waits_s=LIMITS["drain_s"] + 5.0)
                 return True
@@ -240,6 +241,17 @@ class Child:
         """The latest events of this process, one a line."""
         found: list[str] = self.work("events", most)
         return found
+
+    def last_words(self, most: int = 50) -> Story:
+        """Its latest events, or why it tells none; wakes it up for that."""
+        try:
+            if self.running:
+                self.thaw()
+            found = self.work("events", most, waits_s=SOON_S - ANSWER_S)
+            assert isinstance(found, list), "it still answers something else"
+        except (AssertionError, OSError, ValueError, ChildError) as error:
+            found = [f"it tells nothing: {error}"]
+        return Story(self.role or "unused", self.pid, found)
 
     def bad_messages(self, port: str) -> int:
         """How many messages to a port were not understood."""
@@ -319,6 +331,8 @@ class Crew:
         self._idle: list[Child] = []
         self.lent: list[Child] = []
         """Those that are lent now."""
+        self.told: list[Story] = []
+        """The last words of those whose borrower failed."""
 
     @contextmanager
     def lend(self, number: int) -> Iterator[list[Child]]:
@@ -327,6 +341,9 @@ class Crew:
         self.lent += lent
         try:
             yield lent
+        except BaseException:
+            self.told = [child.last_words() for child in lent]
+            raise
         finally:
             self.lent = [child for child in self.lent if child not in lent]
             self._idle += [child for child in lent if child.stopped()]
@@ -341,11 +358,28 @@ class Crew:
             child.end()
 
 
-def until(condition: Callable[[], bool], what: str, timeout: float = SOON_S) -> None:
+def error_of(call: Callable[[], object]) -> ChildError | None:
+    """What a call raises in the child; None if it does not."""
+    try:
+        call()
+    except ChildError as error:
+        return error
+    return None
+
+
+def until(condition: Callable[[], bool], what: str, timeout: float = SOON_S, step_s: float = STEP_S) -> None:
     """Wait for a condition; fails with ``what`` if it does not come true in time."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout:g} s: {what}"
+        threading.Event().wait(step_s)
+
+
+def stays(condition: Callable[[], bool], what: str, seconds: float = 0.3) -> None:
+    """Fails with ``what`` if a condition is not true all through a stretch of time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        assert condition(), f"not so before {seconds:g} s had passed: {what}"
         threading.Event().wait(STEP_S)
 
 

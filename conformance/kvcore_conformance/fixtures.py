@@ -1,25 +1,21 @@
-"""The fixtures of the suite. Override ``kvcore_subject`` where a backend needs code to be set up."""
+"""The fixtures of the suite. ``kvcore_subject``, which may be overridden, is the plugin's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
 from kvcore import Capabilities
 from kvcore_conformance.arena import Pair, paired
-from kvcore_conformance.driver import Crew
-from kvcore_conformance.plugin import CREW, FAILED, chosen
+from kvcore_conformance.bare import Bare, Kept
+from kvcore_conformance.driver import SOON_S, Crew
+from kvcore_conformance.plugin import CREW, FAILED
 from kvcore_conformance.subject import Subject
 
-__all__ = ["able", "crew", "kvcore_subject", "pair", "standing"]
-
-
-@pytest.fixture(scope="session")
-def kvcore_subject(request: pytest.FixtureRequest) -> Subject:
-    """What is tested: by default what the command line names."""
-    return chosen(request.config)
+__all__ = ["able", "bare", "crew", "kept_engines", "pair", "patient", "standing", "standing_patient"]
 
 
 @pytest.fixture(scope="session")
@@ -38,10 +34,10 @@ def able(kvcore_subject: Subject) -> Capabilities:
 
 
 class Standing:
-    """A pair that is kept from test to test, as long as it is well."""
+    """A pair that is kept from test to test, as long as it is well; ``config`` is what ``paired`` takes."""
 
-    def __init__(self, crew: Crew) -> None:
-        self._crew, self._stack = crew, ExitStack()
+    def __init__(self, crew: Crew, **config: Any) -> None:
+        self._crew, self._config, self._stack = crew, config, ExitStack()
         self._pair: Pair | None = None
 
     def take(self) -> Pair:
@@ -49,9 +45,15 @@ class Standing:
         if self._pair is not None and not self._pair.well:
             self.drop()
         if self._pair is None:
-            self._pair = self._stack.enter_context(paired(self._crew))
+            self._pair = self._stack.enter_context(paired(self._crew, **self._config))
         self._pair.fresh()
         return self._pair
+
+    def lent(self, request: pytest.FixtureRequest) -> Iterator[Pair]:
+        """The pair for one test, which is the last to use it if it fails."""
+        yield self.take()
+        if request.node.stash.get(FAILED, False):
+            self.drop()
 
     def drop(self) -> None:
         """End it."""
@@ -67,9 +69,37 @@ def standing(crew: Crew) -> Iterator[Standing]:
     standing.drop()
 
 
+@pytest.fixture(scope="module")
+def standing_patient(crew: Crew) -> Iterator[Standing]:
+    """Keeps the pair of ``patient``, as long as tests that use it stand in one file: others need the processes."""
+    standing = Standing(crew, limits={"orphan_s": SOON_S})
+    yield standing
+    standing.drop()
+
+
+@pytest.fixture
+def patient(standing_patient: Standing, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """As ``pair``, and what one side keeps until the other comes is kept longer than any stall of a busy machine."""
+    yield from standing_patient.lent(request)
+
+
 @pytest.fixture
 def pair(standing: Standing, request: pytest.FixtureRequest) -> Iterator[Pair]:
     """A prefill and a decode process that know each other. A test that fails is the last to use them."""
-    yield standing.take()
+    yield from standing.lent(request)
+
+
+@pytest.fixture(scope="session")
+def kept_engines(crew: Crew, able: Capabilities) -> Iterator[Kept]:
+    """Keeps the engines of ``bare``."""
+    kept = Kept(crew, able)
+    yield kept
+    kept.drop()
+
+
+@pytest.fixture
+def bare(kept_engines: Kept, request: pytest.FixtureRequest) -> Iterator[Bare]:
+    """Two engines without managers that are connected. A test that fails is the last to use them."""
+    yield kept_engines.take()
     if request.node.stash.get(FAILED, False):
-        standing.drop()
+        kept_engines.drop()

@@ -14,4 +14,9 @@ soak = pytest.mark.kvcore_soak
 
 def rule(name: str, level: str | None = None) -> pytest.MarkDecorator:
     """The test checks this rule. Its level is by default that of the rule's section."""
-    return pytest.mark.kvcore_rule(name, level or ("Abort and Clear" if name[0] in "ARC" else "Core"))
+    return pytest.mark.kvcore_rule(name, level or home(name))
+
+
+def home(name: str) -> str:
+    """The level of the rule's section."""
+    return "Abort and Clear" if name[0] in "ARC" else "Core"

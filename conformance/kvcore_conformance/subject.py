@@ -7,11 +7,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvcore import Capabilities
 from kvcore.errors import ConfigError, one_line
-from kvcore.registry import load_backend, plugin_manager
+
+if TYPE_CHECKING:
+    from kvcore import BackendInfo, Capabilities
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -30,7 +31,18 @@ class Subject:
     @property
     def capabilities(self) -> Capabilities:
         """What it says that its engine can do."""
-        return plugin_manager(load_backend(self.backend))[2].capabilities
+        return self._info().capabilities
+
+    def check(self) -> None:
+        """Raises an error of kvcore, with the next step in it, for a backend or options that no manager would take."""
+        from kvcore.registry import validated_options
+
+        validated_options(self._info(), self.options)
+
+    def _info(self) -> BackendInfo:
+        from kvcore.registry import load_backend, plugin_manager  # slow to import, and this module is in every run of pytest
+
+        return plugin_manager(load_backend(self.backend))[2]
 
 
 def options_from(file: Path) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import kvcore
 from kvcore.installed import find_backend
 from kvcore_conformance import __version__
-from kvcore_conformance.driver import Child
-from kvcore_conformance.marks import LEVELS
+from kvcore_conformance.driver import Child, ChildError
+from kvcore_conformance.marks import LEVELS, home
 from kvcore_conformance.report.model import About, Check, Outcome, Report, RuleResult
 from kvcore_conformance.requirements import CONTRACT, Rule, rules
 from kvcore_conformance.subject import Subject
@@ -43,7 +43,7 @@ def judge(run: Run) -> Report:
     ]
     holds = not faults and all(_holds(result) for result in results)
     began = (today - datetime.timedelta(seconds=run.seconds)).isoformat(timespec="seconds")
-    return Report(_about(run.subject), run.profile, run.seed, began, run.seconds, holds, _levels(run.checks), faults, results)
+    return Report(_about(run.subject), run.profile, run.seed, began, run.seconds, holds, _levels(run.checks, results), faults, results)
 
 
 def _result(rule: Rule, lifted: str, run: Run) -> RuleResult:
@@ -55,8 +55,10 @@ def _result(rule: Rule, lifted: str, run: Run) -> RuleResult:
         outcome, why = "not applicable", f"declared {lifted}"
     elif not checks:
         outcome, why = "not run", "no test of this run checks it"
-    elif not all(check.passed for check in checks):
+    elif any(check.ran and not check.passed for check in checks):
         outcome, why = ("waived", f"{waiver.reason} (until {waiver.expires})") if waiver else ("failed", "")
+    elif not all(check.ran for check in checks):
+        outcome, why = "not run", "the run ended before all tests of it had"
     return RuleResult(rule.id, rule.level, rule.group, rule.anchor, rule.text, outcome, why, checks)
 
 
@@ -64,10 +66,11 @@ def _holds(result: RuleResult) -> bool:
     return result.outcome not in ("failed", "not run") or result.requirement == "SHOULD"
 
 
-def _levels(checks: Sequence[Check]) -> list[str]:
-    """The levels of which checks were run and every one holds."""
+def _levels(checks: Sequence[Check], results: Sequence[RuleResult]) -> list[str]:
+    """The levels of which checks were run, every one holds, and no rule was left out."""
     found = {level: [check.passed for check in checks if check.level == level] for level in LEVELS}
-    return [level for level, passed in found.items() if passed and all(passed)]
+    left_out = {home(result.id) for result in results if not result.checks and result.outcome == "not run"}
+    return [level for level, passed in found.items() if passed and all(passed) and level not in left_out]
 
 
 def _about(subject: Subject) -> About:
@@ -82,7 +85,8 @@ def _engine(subject: Subject) -> str:
     """The engine as the backend's facts name it, asked in a process of its own; its own version where there is no engine beside it."""
     child = Child(subject.env, subject.backend)
     try:
-        found = child.work("engine", subject.backend)
+        return str(child.work("engine", subject.backend))
+    except (ChildError, AssertionError, OSError):
+        return ""  # it is not what is judged here
     finally:
         child.end()
-    return str(found)

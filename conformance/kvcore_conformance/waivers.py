@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvcore.errors import ConfigError, one_line
+from kvcore.errors import ConfigError, one_line, shown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -24,6 +24,12 @@ class Waiver:
     reason: str
     expires: datetime.date
 
+    @property
+    def well_formed(self) -> bool:
+        """Whether what was read from a file has these types; a date with a time is none."""
+        texts = all(isinstance(text, str) and text.strip() for text in (self.rule, self.reason))
+        return texts and type(self.expires) is datetime.date
+
 
 @dataclass(frozen=True)
 class Waivers:
@@ -37,13 +43,19 @@ class Waivers:
         if file is None:
             return cls()
         try:
-            entries = [Waiver(**entry) for entry in tomllib.loads(file.read_text(encoding="utf-8")).get("waiver", [])]
-            if not all(one.reason and isinstance(one.expires, datetime.date) for one in entries):
-                raise ValueError("a waiver has no reason, or its expires is not a date")
+            found = tomllib.loads(file.read_text(encoding="utf-8"))
+            entries = [Waiver(**entry) for entry in found.pop("waiver", [])]
+            if found:
+                raise ValueError(f"it has {shown(next(iter(found)))}")
+            if not all(one.well_formed for one in entries):
+                raise ValueError("a waiver has no rule or no reason, or its expires is not a date")
+            by_rule = {one.rule: one for one in entries}
+            if len(by_rule) < len(entries):
+                raise ValueError("it waives a rule twice")
         except (OSError, ValueError, TypeError) as error:
             text = f"waivers file {str(file)!r} cannot be read ({one_line(error)})"
             raise ConfigError(f"{text}; write [[waiver]] with rule, reason and expires = 2027-01-31") from error
-        return cls({one.rule: one for one in entries})
+        return cls(by_rule)
 
     def faults(self, known: Iterable[str], passed: Iterable[str], today: datetime.date) -> list[str]:
         """What is wrong with them after a run in which these rules passed."""

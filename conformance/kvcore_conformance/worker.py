@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -16,16 +17,20 @@ import sys
 import threading
 import time
 from collections import deque
-from dataclasses import asdict, replace
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 import kvcore
-from kvcore import core, wire
 from kvcore.faults import ControlTap, FaultPlan
 from kvcore.hookspecs import Event
 from kvcore.registry import plugin_manager
+from kvcore_conformance.crowd import Stall, Watch, together
+from kvcore_conformance.pretence import pretending
+from kvcore_conformance.sight import Sight
 
 STEP_S = 0.005
 
@@ -77,20 +82,27 @@ class Worker:
         self.objects: dict[str, Any] = {"worker": self}
         self._arrays: dict[str, list[np.ndarray[Any, Any]]] = {}
         self._log, self._story = Log(), Story()
+        self._pretence = ExitStack()
         logging.getLogger("kvcore").addHandler(self._log)
         logging.getLogger("kvcore").setLevel(logging.INFO)
 
     def start(self, config: dict[str, Any], pools: list[dict[str, Any]], seed: int = 0) -> dict[str, str]:
         """Make the manager. ``pools``: name, pages, page_bytes, layers, page_size, dtype, file. Memory of no file is random with a seed,
         else zero."""
-        manager = kvcore.KVManager(kvcore.Config(**config), [self._pool(**pool, seed=seed) for pool in pools])
+        manager = kvcore.KVManager(kvcore.Config(**config), [self.pool(**pool, seed=seed) for pool in pools])
         self.objects["manager"] = manager
         manager.add_observer(self._story)
         return {"address": manager.address, "instance": manager.instance, "admin": manager.admin_address}
 
-    def _pool(
+    def make(self, what: str, name: str, **how: Any) -> None:
+        """An object of a class of this package, ``module:Class``, which is given this worker."""
+        module, _, kind = what.partition(":")
+        self.objects[name] = getattr(importlib.import_module(f"kvcore_conformance.{module}"), kind)(self, **how)
+
+    def pool(
         self, name: str, pages: int, page_bytes: int, layers: int, page_size: int, dtype: str, file: str, guard: int, seed: int
     ) -> kvcore.Pool:
+        """A pool as ``start`` makes it."""
         random = np.random.default_rng(seed)
         shape = (pages, page_bytes)
         if file:
@@ -114,14 +126,12 @@ class Worker:
         self.objects = {"worker": self}
         self._arrays.clear()
         self._log.lines.clear()
+        self._story.lines.clear()
+        self._pretence.close()
 
-    def pretend(self, backend: str, wire_version: str, major: int) -> None:
-        """Speak another version of the backend's wire format, or of the control protocol, from the next ``start`` on."""
-        if wire_version:
-            _say_wire_version(kvcore.load_backend(backend), wire_version)
-        if major:
-            for module in (wire, core):
-                module.__dict__["VERSION"] = (major, 0)
+    def pretend(self, major: int, minor: int, wire_version: str, backend: str) -> None:
+        """Tell peers so, from the next ``start`` on and until ``stop``, see ``pretending``."""
+        self._pretence.enter_context(pretending(major=major, minor=minor, wire_version=wire_version, backend=backend))
 
     def digest(self, pool: str, pages: list[int]) -> str:
         """A digest of pages, in order, of all layers."""
@@ -159,6 +169,10 @@ class Worker:
         """How many strangers ``reuse`` counted; None as long as the pages are not safe."""
         return next(iter(self.objects[f"reuse {on}"]), None)
 
+    def sight(self, on: str, pool: str, pages: list[int], blank: int, name: str) -> None:
+        """The instant that a receiver has ended, count bytes of its pages that are still blank, see ``Sight``."""
+        self.objects[name] = Sight(self.objects[on], self._arrays[pool], pages, blank)
+
     def send(self, on: str, pages: dict[str, list[int]], last: bool, gate: str | None, record: str) -> None:
         """``send`` of a sender, with a gate as its ready object if one is named."""
         ready = self.objects.setdefault(gate, Gate()) if gate else None
@@ -184,12 +198,45 @@ class Worker:
         how["which"] = lambda letter, out: out is outgoing and type(letter.body).__name__ == message
         getattr(self.objects["tap"], do)(**how)
 
+    def aid(self, what: str, name: str) -> None:
+        """Make one of the kit's classes, ``module:Class``, for the manager and under a name; as "tap" it is closed by ``heal``."""
+        module, _, kind = what.partition(":")
+        self.objects[name] = getattr(importlib.import_module(f"kvcore_conformance.{module}"), kind)(self.objects["manager"])
+
+    def drop(self, on: str) -> None:
+        """Forget a handle, so that it is garbage-collected."""
+        del self.objects[on]
+
     def heal(self) -> None:
-        """No more faults, and no more tap."""
+        """No more faults, nothing stuck, and no more tap."""
         if "tap" in self.objects:
             self.objects.pop("tap").close()
+        if "stall" in self.objects:
+            self.objects["stall"].release()
         if "plan" in self.objects:
             self.objects["plan"].heal()
+
+    def watch(self, on: str, name: str) -> None:
+        """Have threads look at a handle's room without pause; the name is theirs, see ``Watch``."""
+        self.objects[name] = Watch(self.objects["manager"], self.objects[on])
+
+    def aborted(self, on: str, reason: str) -> list[str]:
+        """Abort with a handle: what it polls the instant that the call returns, and what the shared store says."""
+        handle, manager = self.objects[on], self.objects["manager"]
+        handle.abort(reason)
+        state, stored = handle.poll(), manager.status(handle.room, handle.attempt)
+        return [state.name, stored.name if stored is not None else "gone"]
+
+    def together(self, calls: list[tuple[str, str, list[Any]]]) -> dict[str, object]:
+        """Calls of methods, each (object, method, arguments), at one moment from as many threads, see ``together``."""
+        return together([partial(getattr(self.objects[on], do), *args) for on, do, args in calls])
+
+    def stall(self, room: int) -> None:
+        """Have the engine get stuck inside the next hook that is about a room, until ``release`` of the object ``stall``."""
+        if "stall" not in self.objects:
+            self.objects["stall"] = Stall()
+            self.objects["manager"].add_observer(self.objects["stall"])
+        self.objects["stall"].room(room)
 
     def events(self, most: int) -> list[str]:
         """The latest events and log lines of the manager."""
@@ -229,18 +276,6 @@ class Worker:
     def logged(self, text: str) -> list[str]:
         """The log's lines that contain a text."""
         return [line for line in self._log.lines if text in line]
-
-
-def _say_wire_version(backend: Any, version: str) -> None:
-    """Have a backend's class call its wire format by another version, in this process."""
-    original = backend.kvcore_backend_info
-
-    @kvcore.hookimpl
-    def kvcore_backend_info(self: object) -> kvcore.BackendInfo:
-        info: kvcore.BackendInfo = original(self)
-        return replace(info, wire_version=version)
-
-    backend.kvcore_backend_info = kvcore_backend_info
 
 
 def plain(value: object) -> object:

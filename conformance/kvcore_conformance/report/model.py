@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import json
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import msgspec
+
+from kvcore.errors import ConfigError, one_line
 
 SCHEMA_VERSION = "1.0"
 
@@ -20,15 +24,22 @@ class Story(msgspec.Struct):
 
 
 class Check(msgspec.Struct):
-    """One test. ``problem`` is how it failed, as pytest shows it."""
+    """One test. ``ran``: to its end; ``problem``: how it failed, as pytest shows it."""
 
     name: str
     rule: str
     level: str
-    passed: bool = True
+    passed: bool = False
+    ran: bool = False
     seconds: float = 0.0
     problem: str = ""
     stories: list[Story] = []
+
+    @property
+    def headline(self) -> str:
+        """The problem in a line."""
+        lines = self.problem.splitlines() or [""]
+        return next((line[1:].strip() for line in lines if line.startswith("E  ")), lines[-1].strip())
 
 
 class RuleResult(msgspec.Struct):
@@ -42,6 +53,16 @@ class RuleResult(msgspec.Struct):
     outcome: Outcome
     why: str = ""
     checks: list[Check] = []
+
+    @property
+    def seconds(self) -> float:
+        """What its checks took."""
+        return sum(check.seconds for check in self.checks)
+
+    @property
+    def failed(self) -> list[Check]:
+        """Its checks that do not hold."""
+        return [check for check in self.checks if check.ran and not check.passed]
 
 
 class About(msgspec.Struct):
@@ -74,12 +95,40 @@ class Report(msgspec.Struct):
 
     def counts(self) -> dict[Outcome, int]:
         """Rules by outcome."""
-        found: dict[Outcome, int] = {}
+        outcomes = [rule.outcome for rule in self.rules]
+        return {outcome: outcomes.count(outcome) for outcome in get_args(Outcome) if outcome in outcomes}
+
+    def groups(self) -> dict[str, list[RuleResult]]:
+        """The rules of each group, in the contract's order."""
+        found: dict[str, list[RuleResult]] = {}
         for rule in self.rules:
-            found[rule.outcome] = found.get(rule.outcome, 0) + 1
+            found.setdefault(rule.group, []).append(rule)
         return found
+
+    @property
+    def verdict(self) -> str:
+        """All of it in a few words, as the badge has it."""
+        return (", ".join(self.levels) or "holds, with waivers") if self.holds else "fails"
+
+
+def read(file: Path) -> Report:
+    """The report of a ``report.json``; raises ``ConfigError`` for what is none, or one of a schema that is not known here."""
+    try:
+        report = msgspec.json.decode(file.read_bytes(), type=Report)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{str(file)!r} is no report of a run ({one_line(error)}); name the report.json of one") from error
+    if report.schema_version.partition(".")[0] != SCHEMA_VERSION.partition(".")[0]:
+        found = f"{str(file)!r} has schema version {report.schema_version}, and this kit knows {SCHEMA_VERSION}"
+        raise ConfigError(f"{found}; use the kit that wrote it")
+    return report
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of ``report.json``."""
-    return msgspec.json.schema(Report)
+    """The JSON schema of ``report.json``, which ``report-1.0.schema.json`` is."""
+    title = f"Report of kvcore-conformance, schema version {SCHEMA_VERSION}"
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **msgspec.json.schema(Report)}
+
+
+def schema_text() -> str:
+    """The file of it: ``python -c "from kvcore_conformance.report.model import *; print(schema_text())"``."""
+    return json.dumps(schema(), indent=2)

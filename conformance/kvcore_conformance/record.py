@@ -1,0 +1,103 @@
+"""Notes what becomes of each of the suite's tests in a run of pytest, has it judged, and reports it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+
+import pytest
+
+from kvcore_conformance.arena import Pair
+from kvcore_conformance.plugin import CREW, FAILED, chosen, seed
+from kvcore_conformance.report.model import Check, Report, Story
+from kvcore_conformance.report.table import table
+from kvcore_conformance.report.write import write
+from kvcore_conformance.subject import Subject
+from kvcore_conformance.verdicts import Run, judge
+from kvcore_conformance.waivers import Waivers
+
+
+class Recorder:
+    """The plugin of a run with tests of the suite. Raises ``ConfigError`` for a waivers file that cannot be read."""
+
+    def __init__(self, config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+        self._config, self._started = config, time.monotonic()
+        self._waivers = Waivers.read(config.getoption("--kvcore-waivers"))
+        self._checks = {item.nodeid: _check(item) for item in items}
+        self._others_fail = items[0].session.testsfailed > 0
+        self._subject: Subject | None = None
+        self._report: Report | None = None
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[object]) -> Generator[None, object, object]:
+        """Learn of a subject that code has set up."""
+        found = yield
+        if fixturedef.argname == "kvcore_subject" and isinstance(found, Subject):
+            self._subject = found
+        return found
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """A test is a check that holds when its set-up, its call and its end all pass; one that is skipped has checked nothing."""
+        report = yield
+        check = self._checks.get(item.nodeid)
+        if check is None:
+            self._others_fail |= report.failed
+            return report
+        check.seconds += report.duration
+        if report.outcome != "passed" and not item.stash.get(FAILED, False):
+            item.stash[FAILED] = check.ran = True
+            check.problem = report.longreprtext or f"{report.outcome}, where it should pass"
+            check.stories = self._stories(item)
+        if call.when == "teardown":
+            check.ran, check.passed = True, not item.stash.get(FAILED, False)
+            self._forget()
+        return report
+
+    def _stories(self, item: pytest.Item) -> list[Story]:
+        """What the processes of the test have seen last: those it borrowed for itself, those of its pair, or all there are."""
+        crew = self._config.stash.get(CREW, None)
+        if crew is None:
+            return []
+        pairs = [value for value in getattr(item, "funcargs", {}).values() if isinstance(value, Pair)]
+        mine = [child for pair in pairs for child in (pair.prefill, pair.decode)]
+        return crew.told or [child.last_words() for child in mine or crew.lent]
+
+    def _forget(self) -> None:
+        """What a test that has passed left told is not the next one's."""
+        crew = self._config.stash.get(CREW, None)
+        if crew is not None:
+            crew.told = []
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Judge what was run; a rule that does not hold fails the run."""
+        config = self._config
+        self._report = report = judge(Run(
+            self._subject or chosen(config), list(self._checks.values()), config.getoption("--kvcore-profile"), seed(config),
+            time.monotonic() - self._started, self._waivers,
+        ))  # fmt: skip
+        if folder := config.getoption("--kvcore-report"):
+            write(report, folder)
+        if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            well = report.holds and not self._others_fail
+            session.exitstatus = pytest.ExitCode.OK if well else pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """The report for the terminal, after pytest's own."""
+        if self._report is None:
+            return
+        terminalreporter.section("the transfer contract")
+        for line in table(self._report):
+            terminalreporter.line(line)
+
+
+def _check(item: pytest.Item) -> Check:
+    """The check that a test is. JUnit XML names its rule too."""
+    marker = item.get_closest_marker("kvcore_rule")
+    assert marker is not None
+    name, level = marker.args
+    item.user_properties.append(("rule", name))
+    return Check(item.nodeid.rpartition("/")[2], name, level)

@@ -1,0 +1,191 @@
+"""Of the engine alone, without a manager: what is declared works, and what it says of its tickets is true."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcore import Capabilities
+from kvcore_conformance.arena import POOLS, number
+from kvcore_conformance.bare import TINY, Bare, State, bare_pair, brief, descriptors, engines
+from kvcore_conformance.driver import SOON_S, Crew, PoolSpec, until
+from kvcore_conformance.marks import full, rule
+
+KV, AUX = POOLS
+ALL = {"kv": (range(KV.pages), range(KV.pages))}
+MANY = 100
+"""So many times all pages: 38 MiB, so that it is still under way when the next call comes."""
+TRIES = 5
+
+
+def under_way(bare: Bare, name: str) -> int:
+    """A batch that takes its time; its room."""
+    room = number()
+    bare.prefill.post(name, room, bare.to, ALL, times=MANY)
+    until(lambda: bool(bare.decode.memory.changed("kv")), "the first bytes arrive")
+    return room
+
+
+# --- what a ticket's end means
+
+
+@rule("R6")
+def test_r6_a_ticket_that_is_done_has_all_its_bytes_in_place(bare: Bare) -> None:
+    """Of two that run at once each is looked at the instant that it is done."""
+    front, back = {"kv": (range(40), range(40))}, {"kv": (range(40, 48), range(47, 39, -1))}
+    room = number()
+    bare.expect(front)
+    bare.expect(back)
+    bare.prefill.post("front", room, bare.to, front, times=MANY)
+    bare.prefill.post("back", room, bare.to, back)
+    for name, pages in (("back", back), ("front", front)):
+        states = bare.prefill.ends(name)
+        lacks = set(bare.decode.memory.wrong("kv")) & set(pages["kv"][1])
+        assert not lacks or brief(states) != {"done": len(states)}, f"batch {name!r} was done, and pages {sorted(lacks)} were not in place"
+    bare.prefill.do("clear", room)
+
+
+@rule("A5")
+def test_a5_each_ticket_ends_after_abort(bare: Bare, able: Capabilities) -> None:
+    """And early, where the engine can cancel; abort of what has ended is harmless."""
+    chances = 0
+    for _ in range(TRIES):
+        bare.fresh()
+        room = under_way(bare, "big")
+        chances += "pending" in brief(bare.prefill.states("big"))
+        bare.prefill.do("abort", "big")
+        states = bare.prefill.ends("big")
+        bare.prefill.do("abort", "big")
+        bare.prefill.do("abort_tickets", "big")
+        bare.prefill.do("clear", room)
+        bare.rests()
+        if not able.cancel or cancelled(states):
+            return
+    assert not chances, f"cancel is declared, and of tickets that were aborted as they began none ended early: {brief(states)}"
+
+
+def cancelled(states: list[State]) -> int:
+    """How many transfers the engine ended before they were done."""
+    return sum(kind == "failed" and reason != "never posted" for kind, _, reason in states)
+
+
+@rule("R3")
+def test_r3_what_is_called_quiescent_after_abort_writes_no_more(bare: Bare) -> None:
+    room = under_way(bare, "big")
+    bare.prefill.do("abort", "big")
+    bare.prefill.do("wait", "big", SOON_S, waits_s=SOON_S)
+    states = bare.prefill.states("big")
+    quiet = all(kind == "done" or quiescent for kind, quiescent, _ in states)
+    if quiet and any(kind != "done" for kind, _, _ in states):
+        late = bare.written()
+        assert not late, f"all tickets had ended ({brief(states)}), and pages {late} were written after that"
+    bare.prefill.do("clear", room)
+    bare.rests()
+
+
+@rule("C2")
+@pytest.mark.parametrize("when", ["never posted", "done", "running"])
+def test_c2_the_backend_may_clear_a_room_any_number_of_times(bare: Bare, when: str) -> None:
+    room = number()
+    if when == "running":
+        room = under_way(bare, "big")
+    elif when == "done":
+        bare.prefill.post("small", room, bare.to, {"aux": ([1], [2])})
+        bare.prefill.ends("small")
+    for _ in range(3):
+        bare.prefill.do("clear", room)
+    bare.rests()
+    bare.prefill.do("clear", room)
+
+
+@rule("B4")
+def test_b4_the_backend_holds_nothing_of_a_room_that_was_cleared(bare: Bare) -> None:
+    rooms = [number() for _ in range(3)]
+    for room in rooms:
+        bare.prefill.post(f"one of {room}", room, bare.to, {"aux": ([1], [2])})
+    for room in rooms:
+        bare.prefill.ends(f"one of {room}")
+    bare.prefill.do("clear", rooms[0])
+    held = bare.prefill.held()
+    assert rooms[0] not in held and set(held) <= set(rooms), f"the rooms are {rooms}, the first was cleared, and held are {held}"
+    for room in rooms[1:]:
+        bare.prefill.do("clear", room)
+    running = under_way(bare, "big")
+    bare.prefill.do("clear", running)
+    until(lambda: bare.prefill.held() == [], f"nothing is held any more: {bare.prefill.held()}")
+    bare.rests()
+
+
+@rule("R4")
+def test_r4_a_proof_of_disconnect_is_one(bare: Bare, able: Capabilities) -> None:
+    """Where it is declared: after True from the decode side nothing of the other arrives any more."""
+    room = under_way(bare, "big")
+    fenced = bare.decode.do("disconnect", bare.prefill.instance)
+    bare.decode.memory.wipe()
+    bare.prefill.do("wait", "big", SOON_S, waits_s=SOON_S)
+    late = bare.decode.memory.changed("kv")
+    assert not (fenced and able.fences_on_disconnect and late), f"disconnect was True on the decode side, and pages {late} came after it"
+    bare.prefill.do("clear", room)
+    bare.prefill.do("disconnect", bare.to)
+    bare.fresh()
+    bare.join()
+
+
+# --- limits and forms that are declared
+
+
+@rule("T1")
+def test_t1_a_transfer_of_as_many_descriptors_as_declared_works(bare: Bare, able: Capabilities) -> None:
+    most = descriptors(able)
+    parts = bare.moves({TINY: (range(0, 2 * most, 2), range(1, 2 * most, 2))})
+    assert parts == 1, f"{most} descriptors were to be one transfer, and are {parts}"
+
+
+@rule("T1")
+@full
+def test_t1_a_transfer_of_as_many_bytes_as_declared_works(crew: Crew, able: Capabilities) -> None:
+    most = able.max_bytes or 8 << 20
+    with bare_pair(crew, [PoolSpec("kv", pages=4, page_bytes=most // 2, layers=1)]) as large:
+        parts = large.moves({"kv": ([0, 1], [2, 3])})
+        assert parts == 1, f"{most} bytes were to be one transfer, and are {parts}"
+
+
+@rule("T1")
+def test_t1_pages_move_with_and_without_their_lists(bare: Bare) -> None:
+    """A backend that takes lists of pages is also given transfers without, such as of a page above its limits."""
+    scattered = {"kv": ([3, 30, 31, 32, 7], [8, 40, 2, 3, 21])}
+    for named in (True, False):
+        bare.fresh()
+        bare.moves(scattered, named=named)
+
+
+@rule("B6")
+def test_b6_transfers_of_many_rooms_run_beside_each_other(bare: Bare, able: Capabilities) -> None:
+    """As many at once as may block, and some more."""
+    rooms = [number() for _ in range(able.parallel + 3)]
+    bare.expect(ALL)
+    for n, room in enumerate(rooms):
+        bare.prefill.post(f"part {n}", room, bare.to, {"kv": (pages := range(n % 12, KV.pages, 12), pages)}, times=4)
+    bare.prefill.post("rest", rooms[0], bare.to, ALL)
+    for name in ("rest", *(f"part {n}" for n in range(len(rooms)))):
+        states = bare.prefill.ends(name)
+        assert brief(states) == {"done": len(states)}, f"{name!r} of {len(rooms)} rooms at once ended as {brief(states)}"
+    bare.intact()
+    for room in rooms:
+        bare.prefill.do("clear", room)
+
+
+# --- peers
+
+
+@rule("P3")
+def test_p3_a_reconnect_reaches_the_new_peer(crew: Crew) -> None:
+    """Another engine takes the place of one that was disconnected, while that still runs."""
+    name = f"decode-{number()}"
+    with engines(crew, "prefill", "decode", "decode", instances=["", name, name]) as (prefill, old, new):
+        for engine in (prefill, old, new):
+            engine.start()
+        Bare(prefill, old).join()
+        prefill.do("disconnect", name)
+        before = old.memory.pages("kv").copy()
+        Bare(prefill, new).join()
+        assert (old.memory.pages("kv") == before).all(), "after a disconnect and a connect the old peer was written to"

@@ -1,0 +1,90 @@
+"""The level "Soak": a mixed load with faults for as many minutes as ``--soak`` says, judged at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from kvcore_conformance.arena import Pair, paired
+from kvcore_conformance.driver import Crew
+from kvcore_conformance.footprint import Footprint
+from kvcore_conformance.load import Load
+from kvcore_conformance.marks import rule, soak
+from kvcore_conformance.plugin import seed
+
+ROOMS = 50
+"""Rooms between two looks at the clock."""
+WARM = 200
+"""Rooms until everything is made that is made once."""
+MARGIN = {"threads": 3, "descriptors": 5, "resident": 16 * 1024}
+LEVEL = "Soak"
+endless = pytest.mark.timeout(0)
+
+
+@dataclass
+class Soaked:
+    """A pair after its load."""
+
+    pair: Pair
+    load: Load
+    rooms: int
+    before: dict[str, Footprint]
+
+
+@pytest.fixture(scope="session")
+def soaked(crew: Crew, request: pytest.FixtureRequest) -> Iterator[Soaked]:
+    """A pair that has carried the load for the time that was asked for."""
+    with paired(crew) as pair:
+        load = Load(pair, seed(request.config))
+        load.run(WARM)
+        before = {child.role: Footprint.of(child.pid) for child in (pair.prefill, pair.decode)}
+        rooms, until = 0, time.monotonic() + 60.0 * request.config.getoption("--kvcore-soak")
+        while time.monotonic() < until and not load.yard.found:
+            disturb(pair)
+            load.run(ROOMS)
+            rooms += ROOMS
+        for child in (pair.prefill, pair.decode):
+            child.heal()
+        yield Soaked(pair, load, rooms, before)
+
+
+def disturb(pair: Pair) -> None:
+    """Other faults of the backend, all quiescent, and letters that come twice or late."""
+    for child in (pair.prefill, pair.decode):
+        child.heal()
+    pair.prefill.fault("fail", rate=0.02)
+    pair.prefill.fault("retry", rate=0.1)
+    pair.prefill.fault("delay", seconds=0.02, rate=0.1)
+    pair.prefill.fault("delay", seconds=0.02, rate=0.1, hook="kvcore_poll")
+    for message in ("Join", "Destination", "Abort", "Ack"):
+        pair.prefill.tap("duplicate", message, outgoing=False)
+    for message in ("Here", "Drained", "Status"):
+        pair.decode.tap("delay", message, outgoing=False, seconds=0.03, copies=1)
+
+
+@soak
+@endless
+@rule("R6", LEVEL)
+def test_r6_soak_every_byte_was_right(soaked: Soaked) -> None:
+    found = soaked.load.yard.found
+    assert not found, f"after {soaked.rooms} rooms: {found}"
+
+
+@soak
+@endless
+@rule("C7", LEVEL)
+def test_c7_soak_nothing_is_kept(soaked: Soaked) -> None:
+    soaked.pair.empties()
+
+
+@soak
+@endless
+@rule("B4", LEVEL)
+def test_b4_soak_the_processes_hold_no_more_than_before(soaked: Soaked) -> None:
+    for child in (soaked.pair.prefill, soaked.pair.decode):
+        most = soaked.before[child.role].plus(**MARGIN)
+        above = Footprint.of(child.pid).exceeds(most)
+        assert not above, f"{child.role}, after {soaked.rooms} rooms (resident in KiB): {above}"

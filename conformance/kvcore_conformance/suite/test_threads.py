@@ -1,0 +1,101 @@
+"""B: on which threads hooks are called, beside which others, and for how long."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvcore_conformance.arena import Pair, number, paired
+from kvcore_conformance.bare import Bare, brief, engines
+from kvcore_conformance.driver import SOON_S, Crew, error_of
+from kvcore_conformance.marks import full, rule
+
+QUICK_S = 0.005
+"""A hook on the progress thread returns within a millisecond; the rest is for a machine that is busy."""
+KV = {"kv": (range(48), range(48))}
+
+
+def mixed(pair: Pair, rooms: int) -> None:
+    """A load of transfers, aborts and clears, several rooms at once."""
+    ends = []
+    for n in range(rooms):
+        room = pair.open()
+        room.receive()
+        room.send()
+        if n % 3 == 1:
+            room.side("prefill" if n % 2 else "decode").abort("not this one")
+        ends.append(room)
+    for room in ends:
+        room.sender.wait()
+        room.receiver.wait()
+        room.clear()
+        pair.accept(room)
+
+
+@rule("B5")
+def test_b5_hooks_come_from_the_cores_threads_and_not_beside_each_other(crew: Crew) -> None:
+    with paired(crew, meet=False) as pair:
+        both = (pair.prefill, pair.decode)
+        for child in both:
+            child.work("aid", "spy:Spy", "spy")
+        pair.transfer()
+        mixed(pair, 12)
+        for child in both:
+            child.call("manager", "close")
+            called = child.call("spy", "called")
+            strangers, beside = child.call("spy", "strangers"), child.call("spy", "beside")
+            assert {"kvcore_connect", "kvcore_close"} <= set(called), f"on {child.role} only these hooks were called: {called}"
+            assert not strangers, f"hooks of {child.role} were called on threads that are not the core's: {strangers}"
+            assert not beside, f"hooks of {child.role} ran beside each other: {beside}"
+
+
+@rule("B5")
+@pytest.mark.parametrize(("state", "within"), [("gone", SOON_S), pytest.param("standing still", 10.0, marks=full)])
+def test_b5_a_peer_that_cannot_be_reached_stalls_no_other(bare: Bare, crew: Crew, state: str, within: float) -> None:
+    """To connect to it ends, whether or not it says so, and what goes to another peer meanwhile arrives."""
+    with engines(crew, "decode") as (other,):
+        other.start()
+        away = other.peer()
+        if state == "gone":
+            other.child.kill()
+        else:
+            other.child.freeze()
+        room = number()
+        bare.expect(KV)
+        bare.prefill.post("big", room, bare.to, KV, times=20)
+        error = error_of(lambda: bare.prefill.do("connect", away, within=within))
+        assert error is None or error.kind != "TimeoutError", f"to connect to a peer that is {state} has not ended after {within:g} s"
+        states = bare.prefill.ends("big")
+        assert brief(states) == {"done": 20}, f"while a peer was {state}, transfers to another ended as {brief(states)}"
+        bare.intact()
+        bare.prefill.do("clear", room)
+        if state != "gone":
+            other.child.thaw()
+        bare.prefill.do("disconnect", away["id"])
+
+
+@rule("B6")
+def test_b6_hooks_on_the_progress_thread_are_quick(crew: Crew) -> None:
+    with paired(crew) as pair:
+        for child in (pair.prefill, pair.decode):
+            child.work("aid", "spy:Spy", "spy")
+        mixed(pair, 12)
+        for child in (pair.prefill, pair.decode):
+            slow = {hook: f"{took * 1000:.1f} ms" for hook, took in child.call("spy", "medians").items() if took > QUICK_S}
+            assert not slow, f"hooks of {child.role} that must return within a millisecond take, as a median: {slow}"
+
+
+@rule("T7")
+def test_t7_an_endpoint_that_makes_no_sense_is_an_error_of_that_peer_only(bare: Bare) -> None:
+    good = bare.decode.peer()
+    whole = bytes.fromhex(good["data"])
+    for data in (b"", b"\0" * 64, random.Random(1).randbytes(200), whole[: len(whole) // 2], whole + b"\xff" * 9):
+        bad = {**good, "id": f"stranger-{number()}", "data": data.hex()}
+        error = error_of(lambda bad=bad: bare.prefill.do("connect", bad, within=SOON_S))  # type: ignore[misc]
+        assert error is not None, f"to connect to an endpoint that begins with {data[:20]!r} raised nothing"
+        if error.kind == "TimeoutError":  # a matter of B5, and this engine serves no more
+            bare.prefill.child.end()
+            return
+        bare.prefill.do("disconnect", bad["id"])
+    bare.moves({"kv": ([5], [6])})

@@ -1,0 +1,63 @@
+"""The support table of a README, made from reports: ``python -m kvcore_conformance.support [NAME=]report.json ...`` prints it.
+
+A name tells apart what one plugin was tested over, such as ``"nixl, TCP=out/tcp/report.json"``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvcore.errors import ConfigError
+from kvcore_conformance.report.markdown import cell
+from kvcore_conformance.report.model import Report, RuleResult, read
+
+Named = tuple[str, Report]
+
+
+def support(reports: Sequence[Named]) -> Iterator[str]:
+    """The lines of a Markdown table: plugin x group, with the versions of plugin and engine."""
+    groups = list(dict.fromkeys(group for _, report in reports for group in report.groups()))
+    yield f"| backend | plugin | engine | contract | {' | '.join(groups)} | levels |"
+    yield "|---" * (len(groups) + 5) + "|"
+    for name, report in reports:
+        about, ruled = report.about, report.groups()
+        cells = [name, f"{about.distribution} {about.version}", about.engine or "its own", about.contract]
+        cells += [_group(ruled.get(group, [])) for group in groups]
+        cells.append(", ".join(report.levels) if report.holds and report.levels else "none")
+        yield f"| {' | '.join(map(cell, cells))} |"
+
+
+def _group(rules: Sequence[RuleResult]) -> str:
+    """What a group came to: that it holds, with the rules that do not apply, or else the rules that do not hold."""
+    broken = [f"{rule.id} {rule.outcome}" for rule in rules if rule.outcome in ("failed", "not run", "waived")]
+    if all(rule.outcome == "not run" for rule in rules):
+        return "not run"
+    lifted = [rule.id for rule in rules if rule.outcome == "not applicable"]
+    if broken:
+        return ", ".join(broken)
+    return f"holds, without {', '.join(lifted)}" if lifted else "holds"
+
+
+def _named(argument: str) -> Named:
+    name, _, file = argument.rpartition("=")
+    report = read(Path(file))
+    return name or report.about.backend, report
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print it; 2 and one line for what is no report."""
+    try:
+        reports = [_named(argument) for argument in arguments]
+        if not reports:
+            raise ConfigError("no report is named; name the report.json of each run: [NAME=]report.json ...")
+    except ConfigError as error:
+        sys.stderr.write(f"kvcore_conformance.support: {error}\n")
+        return 2
+    sys.stdout.writelines(f"{line}\n" for line in support(reports))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

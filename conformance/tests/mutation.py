@@ -1,0 +1,144 @@
+"""The mutation run: each of the core's known faults is put into a copy of the tree, and the quick kit must fail over it; where it does
+not, the core's other tests must. ``python -m conformance.tests.mutation`` prints one line a fault, and what it came to.
+
+The faults are those of ``tests/model/mutants.py`` and ``tests/protocol/mutants.py``, every other one; the tests that were written for them
+are left out.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from tests.model import mutants as of_the_model
+from tests.protocol import mutants as of_the_protocol
+from tests.protocol.mutation import Patch
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = (
+    "kvcore",
+    "tests",
+    "conformance",
+    "plugins",
+    "examples",
+    "docs",
+    "conftest.py",
+    "pyproject.toml",
+    "Makefile",
+    "README.md",
+    "CONTRIBUTING.md",
+)
+OWN_TESTS = ("tests/protocol/test_mutants.py", "tests/model/test_mutants.py")
+KIT = ("-m", "kvcore_conformance.command", "--backend", "local", "--profile", "quick", "-x")
+CORE = (
+    "-m",
+    "pytest",
+    "-x",
+    "-q",
+    "--timeout",
+    "60",
+    "-n",
+    "3",
+    "--dist",
+    "loadfile",
+    *(f"--ignore={path}" for path in OWN_TESTS),
+    "tests",
+)
+LIMIT_S = 600.0
+STEP = 2
+
+
+class Mutant(Protocol):
+    """What the two lists have in common."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def patches(self) -> Sequence[Patch]: ...
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """By what a fault was caught: the kit, the core's tests, or nothing; and the first test that failed."""
+
+    name: str
+    module: str
+    by: str
+    first: str
+    seconds: float
+
+
+def mutants() -> list[Mutant]:
+    """Those of the run."""
+    return [*of_the_model.MUTANTS, *of_the_protocol.MUTANTS][::STEP]
+
+
+def run(chosen: Sequence[Mutant]) -> Iterator[Verdict]:
+    """Try one after the other."""
+    for mutant in chosen:
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="kvcore-mutant-") as folder:
+            tree = Path(folder)
+            _copy(tree)
+            for patch in mutant.patches:
+                _apply(tree, patch)
+            by, first = "nothing", ""
+            for by_whom, command in (("kit", KIT), ("core", CORE)):
+                first = _first_failure(tree, command)
+                if first:
+                    by = by_whom
+                    break
+        yield Verdict(mutant.name, mutant.patches[0].module, by, first, time.monotonic() - began)
+
+
+def _copy(tree: Path) -> None:
+    for part in PARTS:
+        source = ROOT / part
+        if source.is_dir():
+            shutil.copytree(source, tree / part, ignore=shutil.ignore_patterns("__pycache__", ".venv", "*.egg-info"))
+        elif source.exists():
+            shutil.copy(source, tree / part)
+
+
+def _apply(tree: Path, patch: Patch) -> None:
+    places = [path for folder in ("kvcore", "kvcore/protocol") if (path := tree / folder / f"{patch.module}.py").exists()]
+    text = places[0].read_text(encoding="utf-8")
+    if text.count(patch.old) != 1:
+        raise ValueError(f"{text.count(patch.old)} times in {places[0].name}: {patch.old!r}")
+    places[0].write_text(text.replace(patch.old, patch.new), encoding="utf-8")
+
+
+def _first_failure(tree: Path, command: Sequence[str]) -> str:
+    """The first line that names a failed test, or the end of the output if it fails without one; "" if all pass."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tree, tree / "conformance"))), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run([sys.executable, *command], cwd=tree, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"no end within {LIMIT_S:g} s"
+    if done.returncode == 0:
+        return ""
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split(" - ")[0] if failed else (done.stdout + done.stderr)[-300:]
+
+
+def main() -> None:
+    """Run all, and print a table."""
+    found = []
+    for verdict in run(mutants()):
+        found.append(verdict)
+        print(f"{verdict.by:<8} {verdict.seconds:6.1f} s  {verdict.module:<15} {verdict.name}: {verdict.first}", flush=True)
+    caught = sum(verdict.by != "nothing" for verdict in found)
+    by_kit = sum(verdict.by == "kit" for verdict in found)
+    print(f"{caught} of {len(found)} caught, {by_kit} by the kit, in {sum(verdict.seconds for verdict in found):.0f} s")
+
+
+if __name__ == "__main__":
+    main()

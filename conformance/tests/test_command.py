@@ -1,0 +1,302 @@
+"""The command and the pytest plugin as an author of a backend runs them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from kvcore_conformance import __version__, command
+from kvcore_conformance.report.model import Check, Report, RuleResult, read
+
+MOST_S = 90.0
+PLUGIN = ("-p", "kvcore_conformance.plugin")
+TWO_RULES = """
+    from kvcore_conformance import verdicts
+    known = verdicts.rules()
+    verdicts.rules = lambda: {name: known[name] for name in ("S1", "A2")}
+"""
+"""A conftest for which the contract is no longer than the tests beside it."""
+S1 = """
+    import pytest
+    from kvcore_conformance.marks import rule
+
+    @rule("S1")
+    def test_s1_holds():
+        pass
+"""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A run of pytest in a folder of an author."""
+
+    code: int
+    out: str
+    folder: Path
+
+    @property
+    def report(self) -> Report:
+        return read(self.folder / "out" / "report.json")
+
+    def rule(self, name: str) -> RuleResult:
+        return next(rule for rule in self.report.rules if rule.id == name)
+
+    def check(self, name: str) -> Check:
+        return next(check for rule in self.report.rules for check in rule.checks if check.name.endswith(name))
+
+
+def subject_to(arguments: list[str], folder: Path) -> Ran:
+    places = [str(Path(command.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places)), "COLUMNS": "200"}
+    ran = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=MOST_S, check=False
+    )
+    return Ran(ran.returncode, ran.stdout + ran.stderr, folder)
+
+
+def run(folder: Path, *arguments: str, **files: str) -> Ran:
+    """pytest over these files, with a report; nothing of this project's own set-up applies."""
+    folder.joinpath("pytest.ini").write_text("[pytest]\nfilterwarnings = error\n", encoding="utf-8")
+    for name, text in files.items():
+        indent = re.match(r"\n?( *)", text)
+        assert indent is not None
+        folder.joinpath(f"{name}.py").write_text(re.sub(f"^{indent[1]}", "", text, flags=re.MULTILINE), encoding="utf-8")
+    return subject_to(["-m", "pytest", *PLUGIN, "-p", "no:cacheprovider", "--kvcore-report=out", *arguments], folder)
+
+
+# --- the command
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [(0, 0), (1, 1), (2, 1), (3, 1), (4, 2), (5, 2)])
+def test_exit_codes_are_0_1_and_2(monkeypatch: pytest.MonkeyPatch, code: int, exit_code: int) -> None:
+    monkeypatch.setattr(pytest, "main", lambda words: pytest.ExitCode(code))
+    assert command.run(["--backend", "local"]) == exit_code
+
+
+def test_what_the_command_does_not_know_is_passed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(pytest, "main", lambda words: seen.__iadd__(words) and pytest.ExitCode.OK)
+    command.run(["--backend", "local", "--profile", "quick", "-k", "s1 or a2", "-x", "--seed", "5", "--report", str(tmp_path)])
+    assert seen[seen.index("-k") + 1] == "s1 or a2" and "-x" in seen
+    expected = {"--kvcore-backend=local", "--kvcore-profile=quick", "--kvcore-seed=5", f"--kvcore-report={tmp_path}"}
+    assert expected <= set(seen) and f"--junitxml={tmp_path / 'junit.xml'}" in seen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "says"),
+    [
+        (["--backend", "lokal"], "", "no backend 'lokal' is installed; did you mean 'local'"),
+        (["--backend", "local", "--options", "FILE"], "port = ", "options file .* cannot be read"),
+        (["--backend", "local", "--options", "FILE"], "prot = 1", "has no option 'prot'"),
+        (["--backend", "local", "--options", "none.toml"], "", "options file 'none.toml' cannot be read"),
+        (["--backend", "local", "--waivers", "FILE"], "[[waiver]]\nrule = 'A2'", "waivers file .* cannot be read"),
+        (["--backend", "local", "--waivers", "none.toml"], "", "waivers file 'none.toml' cannot be read"),
+    ],
+    ids=["backend", "options", "an option", "no options", "waivers", "no waivers"],
+)
+def test_a_wrong_call_ends_with_2_and_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str, says: str
+) -> None:
+    file = tmp_path / "file.toml"
+    file.write_text(text, encoding="utf-8")
+    assert command.run([str(file) if word == "FILE" else word for word in arguments]) == 2
+    error = capsys.readouterr().err
+    assert re.match(f"kvcore-conformance: .*{says}", error) and error.count("\n") == 1
+
+
+def test_the_version_and_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for word, says in (("--version", f"kvcore-conformance {__version__}"), ("--help", "--waivers FILE")):
+        with pytest.raises(SystemExit, match="0"):
+            command.run([word])
+        assert says in capsys.readouterr().out
+
+
+def test_a_run_of_the_command_reports_in_every_form(tmp_path: Path) -> None:
+    arguments = ["--backend", "local", "--profile", "quick", "--report", "out", "--seed", "99", "-k", "test_s4_poll"]
+    ran = subject_to(["-m", "kvcore_conformance.command", *arguments], tmp_path)
+    assert ran.code == 1, "most rules were not run"
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        "badge.svg", "junit.xml", "report.html", "report.json", "report.md",
+    ]  # fmt: skip
+    assert ran.rule("S4").outcome == "passed" and ran.rule("S1").outcome == "not run" and ran.report.seed == 99
+    assert ran.report.levels == [] and "DOES NOT HOLD: 1 passed, " in ran.out
+    cases = list(ElementTree.parse(tmp_path / "out" / "junit.xml").iter("testcase"))
+    assert cases and all("test_s4" in case.attrib["name"] for case in cases)
+    assert {(one.attrib["name"], one.attrib["value"]) for case in cases for one in case.iter("property")} == {("rule", "S4")}
+
+
+def test_a_selection_without_tests_is_a_wrong_call(tmp_path: Path) -> None:
+    ran = subject_to(["-m", "kvcore_conformance.command", "--backend", "local", "-k", "no_such_test"], tmp_path)
+    assert ran.code == 2
+
+
+# --- the plugin, in runs that are not of the suite
+
+
+def test_without_tests_of_the_suite_the_plugin_does_and_imports_nothing(tmp_path: Path) -> None:
+    ran = run(
+        tmp_path,
+        test_other="""
+    import sys
+
+    def test_other():
+        slow = {"numpy", "pydantic", "zmq", "hypothesis.strategies", "kvcore.registry", "kvcore_conformance.record"}
+        assert not slow & set(sys.modules)
+    """,
+    )
+    assert ran.code == 0 and "contract" not in ran.out and not (tmp_path / "out").exists()
+
+
+def test_a_wrong_waivers_file_does_not_matter_then(tmp_path: Path) -> None:
+    assert run(tmp_path, "--kvcore-waivers=none.toml", test_other="def test_other(): pass").code == 0
+
+
+# --- the plugin, with tests of a contract of two rules
+
+
+def test_a_run_in_which_every_rule_holds_ends_with_0(tmp_path: Path) -> None:
+    ran = run(tmp_path, conftest=TWO_RULES, test_s=S1, test_a=S1.replace("S1", "A2").replace("s1", "a2"))
+    assert ran.code == 0 and ran.report.holds and ran.report.levels == ["Core", "Abort and Clear"]
+
+
+def test_a_test_that_does_not_pass_fails_its_rule_however_it_does_so(tmp_path: Path) -> None:
+    bad = """
+    import pytest
+    from kvcore_conformance.marks import rule
+
+    @pytest.fixture
+    def breaks():
+        raise OSError("no engine")
+
+    @pytest.fixture
+    def breaks_late():
+        yield
+        raise OSError("not closed")
+
+    @rule("A2")
+    def test_a2_skips():
+        pytest.skip("not today")
+
+    @rule("A2")
+    @pytest.mark.skip
+    def test_a2_is_skipped():
+        pass
+
+    @rule("A2")
+    @pytest.mark.xfail
+    def test_a2_is_expected_to_fail():
+        assert False
+
+    @rule("A2")
+    def test_a2_is_not_set_up(breaks):
+        pass
+
+    @rule("A2")
+    def test_a2_ends_badly(breaks_late):
+        pass
+
+    @rule("A2")
+    def test_a2_fails():
+        assert False, "because of this"
+
+    @rule("A2")
+    def test_a2_holds():
+        pass
+    """
+    ran = run(tmp_path, conftest=TWO_RULES, test_s=S1, test_bad=bad)
+    found = {check.name.partition("::")[2].removeprefix("test_a2_"): check.passed for check in ran.rule("A2").checks}
+    assert found == {
+        "skips": False, "is_skipped": False, "is_expected_to_fail": False, "is_not_set_up": False, "ends_badly": False,
+        "fails": False, "holds": True,
+    }  # fmt: skip
+    assert ran.code == 1 and ran.rule("S1").outcome == "passed" and ran.report.levels == ["Core"]
+    assert ran.check("test_a2_fails").headline == "AssertionError: because of this"
+    assert "not today" in ran.check("test_a2_skips").problem and "not closed" in ran.check("test_a2_ends_badly").problem
+
+
+def test_skips_alone_fail_the_run(tmp_path: Path) -> None:
+    ran = run(
+        tmp_path, conftest=TWO_RULES, test_s=S1, test_a=S1.replace("S1", "A2").replace("s1", "a2").replace("pass", "pytest.skip('x')")
+    )
+    assert ran.code == 1 and ran.rule("A2").outcome == "failed" and "1 passed, 1 skipped" in ran.out
+
+
+def test_a_waived_failure_ends_with_0_but_other_failures_count(tmp_path: Path) -> None:
+    tmp_path.joinpath("waivers.toml").write_text('[[waiver]]\nrule = "A2"\nreason = "later"\nexpires = 2999-01-01\n', encoding="utf-8")
+    bad = S1.replace("S1", "A2").replace("s1", "a2").replace("pass", "assert False")
+    files = {"conftest": TWO_RULES, "test_s": S1, "test_bad": bad}
+    ran = run(tmp_path, "--kvcore-waivers=waivers.toml", **files)
+    assert ran.code == 0 and ran.rule("A2").outcome == "waived" and ran.report.levels == ["Core"]
+    assert run(tmp_path, "--kvcore-waivers=waivers.toml", **files, test_own="def test_own(): assert False").code == 1
+
+
+def test_tests_that_a_run_does_not_come_to_are_not_run(tmp_path: Path) -> None:
+    more = S1.replace("S1", "A2").replace("s1", "a2").replace("pass", "raise KeyboardInterrupt")
+    ran = run(tmp_path, conftest=TWO_RULES, test_1=more, test_2=S1)
+    assert ran.code == 2 and [ran.rule(name).outcome for name in ("A2", "S1")] == ["not run", "not run"]
+
+
+def test_a_wrong_waivers_file_is_a_wrong_call(tmp_path: Path) -> None:
+    ran = run(tmp_path, "--kvcore-waivers=none.toml", test_s=S1)
+    assert ran.code == pytest.ExitCode.USAGE_ERROR and "waivers file" in ran.out and "Traceback" not in ran.out
+
+
+def test_the_suite_is_not_spread_over_processes(tmp_path: Path) -> None:
+    ran = run(tmp_path, "-n", "1", test_s=S1)
+    assert ran.code == 1 and "leave out -n" in ran.out
+
+
+# --- the suite in a file of one's own
+
+OWN = """
+    import pytest
+    from kvcore_conformance import Subject
+    from kvcore_conformance.arena import paired
+    from kvcore_conformance.marks import rule
+    from kvcore_conformance.suite import *
+
+    @pytest.fixture(scope="session")
+    def kvcore_subject():
+        return Subject("local@kvcore", options={"port": 0})
+
+    @rule("A2")
+    def test_a2_of_mine(pair):
+        pair.at("in flight").sender.abort("on purpose")
+        assert False, "no"
+
+    @rule("P2")
+    def test_p2_of_mine(crew):
+        with paired(crew) as pair:
+            pair.prefill.freeze()
+            pair.decode.kill()
+            assert False, "no"
+"""
+
+
+def test_a_star_import_brings_the_suite_with_a_subject_of_ones_own(tmp_path: Path) -> None:
+    ran = run(tmp_path, "-k", "test_s4_poll or of_mine", test_own=OWN)
+    assert ran.code == 1 and ran.rule("S4").outcome == "passed" and ran.report.about.backend == "local@kvcore"
+    assert {check.name.partition("::")[0] for check in ran.rule("S4").checks} == {"test_own.py"}
+    standing, own = ran.check("test_a2_of_mine").stories, ran.check("test_p2_of_mine").stories
+    assert [story.role for story in standing] == ["prefill", "decode"]
+    assert all("on purpose" in story.events[-1] for story in standing) and all(len(story.events) <= 50 for story in standing)
+    assert " paired " in " ".join(own[0].events), "a process that stands still is woken to tell what it saw"
+    assert [story.role for story in own] == ["prefill", "decode"] and own[1].events[0].startswith("it tells nothing")
+    assert re.search(r"A2 failed\. .*seed \d+.*the last events of prefill .* and decode .*on purpose", ran.out, re.DOTALL)
+
+
+def test_a_star_import_brings_all_of_the_suite(tmp_path: Path) -> None:
+    what = ["--collect-only", "-q", "--kvcore-profile=full", "--kvcore-soak=1"]
+    found = run(tmp_path, *what, test_own="from kvcore_conformance.suite import *")
+    suite = run(tmp_path, *what, "--pyargs", "kvcore_conformance.suite")
+    names = [sorted(line.partition("::")[2] for line in ran.out.splitlines() if "::" in line) for ran in (found, suite)]
+    assert names[0] == names[1] and len(names[0]) > 50
+    assert len(set(names[0])) == len(names[0]), "two tests of one name: a star import would leave one out"
+    files = Path(command.__file__).parent.glob("suite/test_*.py")
+    assert [file.name for file in files if "pytestmark" in file.read_text(encoding="utf-8")] == [], "a file's mark does not come along"

@@ -1,0 +1,51 @@
+"""Animals that put bytes where they must not be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from kvcore import TicketState
+from kvcore.backends.local import Job
+from kvcore_zoo.animal import Animal
+
+
+class Sloppy(Animal):
+    """A byte past the page: the last descriptor of a transfer is one byte too long, where there is memory behind it."""
+
+    name = "zoo-sloppy"
+
+    def _send(self, job: Job) -> TicketState:
+        length = job.transfer.length.copy()
+        sizes = np.array([len(view) for _, view in self._memory], np.uint64)
+        last = job.transfer.local_region[-1], job.transfer.local_offset[-1], job.transfer.remote_offset[-1]
+        if max(last[1], last[2]) + length[-1] < sizes[last[0]]:
+            length[-1] += np.uint64(1)
+        job.transfer = replace(job.transfer, length=length)
+        return super()._send(job)
+
+
+class Edgy(Animal):
+    """The very last page of a pool is written one page too low."""
+
+    name = "zoo-edgy"
+
+    def _send(self, job: Job) -> TicketState:
+        sizes = np.array([len(view) for _, view in self._memory], np.uint64)
+        ends = job.transfer.remote_offset + job.transfer.length == sizes[job.transfer.remote_region]
+        if ends.any():
+            offset = np.where(ends & (job.transfer.remote_offset >= job.transfer.length), job.transfer.remote_offset - job.transfer.length,
+                              job.transfer.remote_offset)  # fmt: skip
+            job.transfer = replace(job.transfer, remote_offset=offset)
+        return super()._send(job)
+
+
+class Narrow(Animal):
+    """Offsets are taken for 16 bits: right for small pools only."""
+
+    name = "zoo-narrow"
+
+    def _send(self, job: Job) -> TicketState:
+        job.transfer = replace(job.transfer, local_offset=job.transfer.local_offset & np.uint64(0xFFFF_F))
+        return super()._send(job)

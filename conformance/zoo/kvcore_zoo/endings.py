@@ -1,0 +1,152 @@
+"""Animals that misbehave only when a room is aborted or cleared."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from kvcore import TicketKind, TicketState, hookimpl
+from kvcore.backends.local import Job
+from kvcore.hookspecs import PENDING
+from kvcore.states import RoomKey
+from kvcore_zoo.animal import Animal
+
+_never = threading.Event()
+
+
+class Touchy(Animal):
+    """The second clear of a room raises."""
+
+    name = "zoo-touchy"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cleared: set[RoomKey] = set()
+
+    @hookimpl
+    def kvcore_clear(self, room: RoomKey) -> None:
+        if room in self._cleared:
+            raise KeyError(room)
+        self._cleared.add(room)
+        super().kvcore_clear(room)
+
+
+class Strict(Animal):
+    """Clear of a room that it never heard of raises."""
+
+    name = "zoo-strict"
+
+    @hookimpl
+    def kvcore_clear(self, room: RoomKey) -> None:
+        if room not in self.kvcore_held_rooms():
+            raise KeyError(room)
+        super().kvcore_clear(room)
+
+
+class Hoarder(Animal):
+    """Holds every room that was aborted for ever."""
+
+    name = "zoo-hoarder"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._hoard: set[RoomKey] = set()
+
+    @hookimpl
+    def kvcore_abort(self, room: RoomKey, tickets: Sequence[Job]) -> None:
+        self._hoard.add(room)
+        super().kvcore_abort(room, tickets)
+
+    @hookimpl
+    def kvcore_held_rooms(self) -> list[RoomKey]:
+        return list({*super().kvcore_held_rooms(), *self._hoard})
+
+
+class Sticky(Animal):
+    """Abort waits for the engine, half a second."""
+
+    name = "zoo-sticky"
+
+    @hookimpl
+    def kvcore_abort(self, room: RoomKey, tickets: Sequence[Job]) -> None:
+        super().kvcore_abort(room, tickets)
+        _never.wait(0.5)
+
+
+class Quitter(Animal):
+    """Abort raises SystemExit, and has cancelled nothing."""
+
+    name = "zoo-quitter"
+
+    @hookimpl
+    def kvcore_abort(self, room: RoomKey, tickets: Sequence[Job]) -> None:
+        raise SystemExit(1)
+
+
+class Sweeping(Animal):
+    """Abort of a room cancels all tickets there are."""
+
+    name = "zoo-sweeping"
+
+    @hookimpl
+    def kvcore_abort(self, room: RoomKey, tickets: Sequence[Job]) -> None:
+        super().kvcore_abort(room, list(self._jobs))
+
+
+class Namesake(Animal):
+    """Clear goes by the room's number alone, so another attempt's tickets go too."""
+
+    name = "zoo-namesake"
+
+    @hookimpl
+    def kvcore_clear(self, room: RoomKey) -> None:
+        for held in {job.transfer.room for job in list(self._jobs) if job.transfer.room.number == room.number}:
+            super().kvcore_clear(held)
+        super().kvcore_clear(room)
+
+
+class Deaf(Animal):
+    """Declares cancel and does nothing."""
+
+    name = "zoo-deaf"
+
+    @hookimpl
+    def kvcore_abort(self, room: RoomKey, tickets: Sequence[Job]) -> None:
+        pass
+
+
+class Brisk(Animal):
+    """A cleared room's tickets that still run are reported failed at once, and go on writing."""
+
+    name = "zoo-brisk"
+
+    @hookimpl
+    def kvcore_clear(self, room: RoomKey) -> None:
+        for job in [job for job in list(self._jobs) if job.transfer.room == room and job.state is PENDING]:
+            job.state = TicketState(TicketKind.FAILED, "cleared", quiescent=True)
+        self._jobs = {job for job in self._jobs if job.transfer.room != room}
+
+
+class Amnesiac(Animal):
+    """Does not list what it holds."""
+
+    name = "zoo-amnesiac"
+
+    @hookimpl
+    def kvcore_held_rooms(self) -> list[RoomKey]:
+        return []
+
+
+class Squirrel(Animal):
+    """Remembers every aborted room with a megabyte each, and does not say so."""
+
+    name = "zoo-squirrel"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._nuts: list[bytearray] = []
+
+    @hookimpl
+    def kvcore_abort(self, room: RoomKey, tickets: Sequence[Job]) -> None:
+        self._nuts.append(bytearray(b"\1" * (1 << 20)))
+        super().kvcore_abort(room, tickets)

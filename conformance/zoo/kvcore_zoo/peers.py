@@ -1,0 +1,120 @@
+"""Animals that misbehave when a peer comes, goes or returns."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import msgspec
+
+from kvcore import hookimpl
+from kvcore.backends.local import Connection
+from kvcore.hookspecs import Peer
+from kvcore_zoo.animal import Animal
+
+_never = threading.Event()
+
+
+class Loyal(Animal):
+    """A peer that connects again is served through the connection of old, whatever it says now."""
+
+    name = "zoo-loyal"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._old: dict[str, Connection] = {}
+
+    @hookimpl
+    def kvcore_connect(self, peer: Peer) -> None:
+        if peer.id in self._old:
+            self._links[peer.id] = self._old[peer.id]
+            return
+        super().kvcore_connect(peer)
+        if peer.id in self._links:
+            self._old[peer.id] = self._links[peer.id]
+
+
+class Boastful(Animal):
+    """Disconnect says that nothing is written here any more, and cuts nothing."""
+
+    name = "zoo-boastful"
+
+    @hookimpl
+    def kvcore_disconnect(self, peer: str) -> bool:
+        if self._context.side != "decode":
+            return super().kvcore_disconnect(peer)
+        return True
+
+
+class Immortal(Animal):
+    """Declares that a dead writer writes no more, while its last bytes wait here in a socket; and disconnect proves nothing."""
+
+    name = "zoo-immortal"
+    able = {"needs_process_to_write": True, "fences_on_disconnect": False}  # noqa: RUF012
+
+    @hookimpl
+    def kvcore_disconnect(self, peer: str) -> bool:
+        return super().kvcore_disconnect(peer) if self._context.side != "decode" else False
+
+
+class Trusting(Animal):
+    """Takes any endpoint for good, and finds out later."""
+
+    name = "zoo-trusting"
+
+    @hookimpl
+    def kvcore_connect(self, peer: Peer) -> None:
+        try:
+            super().kvcore_connect(peer)
+        except ConnectionError:
+            pass
+
+
+class Patient(Animal):
+    """Waits half a minute for a peer that is not there."""
+
+    name = "zoo-patient"
+
+    @hookimpl
+    def kvcore_connect(self, peer: Peer) -> None:
+        until = time.monotonic() + 30.0
+        while True:
+            try:
+                return super().kvcore_connect(peer)
+            except ConnectionError:
+                if time.monotonic() > until:
+                    raise
+                _never.wait(0.1)
+
+
+class Leaky(Animal):
+    """Every connect leaves a file descriptor open."""
+
+    name = "zoo-leaky"
+
+    @hookimpl
+    def kvcore_connect(self, peer: Peer) -> None:
+        super().kvcore_connect(peer)
+        os.open(os.devnull, os.O_RDONLY)
+
+
+class Careless(Animal):
+    """A connect of damaged bytes spoils the engine: no transfer works after it."""
+
+    name = "zoo-careless"
+    spoilt = False
+
+    @hookimpl
+    def kvcore_connect(self, peer: Peer) -> None:
+        try:
+            msgspec.json.decode(peer.endpoint.data)
+        except ValueError:
+            self.spoilt = True
+        super().kvcore_connect(peer)
+
+    @hookimpl
+    def kvcore_transfer(self, transfer):  # type: ignore[no-untyped-def]
+        if self.spoilt:
+            raise RuntimeError("metadata corrupt")
+        return super().kvcore_transfer(transfer)
