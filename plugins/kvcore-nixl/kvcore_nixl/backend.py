@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import resource
 import threading
 import time
 import weakref
@@ -24,7 +25,6 @@ from kvcore.memory import PoolGeometry
 from kvcore.page_lists import PageList, page_lists
 from kvcore.planner import I32, U64
 from kvcore_nixl import __version__, native
-from kvcore_nixl.facts import facts
 from kvcore_nixl.options import NixlOptions
 
 # Over shared memory a post is the copy itself, so it blocks. Over TCP a dead writer's last bytes may still wait in a socket here.
@@ -89,7 +89,7 @@ class NixlBackend:
     @hookimpl
     def kvcore_facts(self) -> list[Fact]:
         """The library found, its plugins and transports."""
-        return facts()
+        return native.facts()
 
     @hookimpl
     def kvcore_open(self, options: NixlOptions, context: OpenContext) -> None:
@@ -100,6 +100,8 @@ class NixlBackend:
         self._agent = native.new_agent(library, context.instance, options)
         self._engine = weakref.ref(self._agent.agent)  # the part of it that does the work
         context.logger.info("NIXL %s with plugin %s", version, options.plugin)
+        if 0 <= (files := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < 1024:  # below 0: no limit
+            context.logger.warning("%s open files are few: raise ulimit -n; UCX that lacks one once accepts no peers any more", files)
 
     @hookimpl
     def kvcore_register(self, regions: Sequence[Region]) -> None:
@@ -138,7 +140,7 @@ class NixlBackend:
         if self._context.side == "decode":
             return
         digest, metadata = peer.endpoint.data[:32], peer.endpoint.data[32:]
-        if hashlib.sha256(peer.id.encode() + metadata).digest() != digest:
+        if hashlib.sha256(peer.id.encode() + metadata).digest() != digest or not metadata.startswith(native.head(peer.id)):
             raise ConnectionError(f"peer {peer.id} sent NIXL metadata that is damaged, or another's; have it pair again")
         with self._lock:
             known = self._peers.get(peer.id)
@@ -155,7 +157,7 @@ class NixlBackend:
                 self._prepare(loaded, peer.pools, peer.regions)
             except Exception as error:
                 self._unload(peer.id)
-                raise ConnectionError(f"peer {peer.id} cannot be loaded ({native.told(error)}); run one NIXL on both sides") from error
+                raise ConnectionError(f"peer {peer.id} cannot be loaded ({native.told(error)}); {native.NOT_LOADED}") from error
 
     @hookimpl
     def kvcore_disconnect(self, peer: str) -> bool:
@@ -183,10 +185,9 @@ class NixlBackend:
                 return self._failed(transfer.peer, error, quiescent=True)
             self._jobs.add(job := Job(transfer.peer, handle))
             try:
-                state = self._look(job, self._agent.transfer(handle))
+                return job if (state := self._look(job, self._agent.transfer(handle))) is PENDING else state
             except Exception as error:
                 return self._failed(transfer.peer, error)
-            return job if state is PENDING else state
 
     @hookimpl
     def kvcore_poll(self, tickets: Sequence[Job]) -> list[TicketState]:
@@ -280,6 +281,7 @@ class NixlBackend:
         return job.state
 
     def _failed(self, peer: str, error: Exception, quiescent: bool = False) -> TicketState:
-        if native.lost(error) and peer in self._peers:
+        broken = type(error).__name__ == native.LOST or not self._agent.check_remote_metadata(peer)
+        if broken and peer in self._peers:
             self._peers[peer].broken = True
-        return TicketState(TicketKind.FAILED, f"NIXL says {native.told(error)}", quiescent, peer_broken=native.lost(error))
+        return TicketState(TicketKind.FAILED, f"NIXL says {native.told(error)}", quiescent, peer_broken=broken)

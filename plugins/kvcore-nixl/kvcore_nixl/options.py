@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import BaseModel, Field
 
 
@@ -12,8 +14,8 @@ class NixlOptions(BaseModel, extra="forbid", frozen=True):
     """The NIXL plugin that moves the bytes, by the name that NIXL lists it under."""
     plugin_options: dict[str, str] = Field(default_factory=dict)
     """Parameters given to the plugin as they are, such as ``ucx_error_handling_mode``; they win over the options below."""
-    devices: tuple[str, ...] = ()
-    """UCX: network devices to use, such as ``mlx5_0:1``; empty: UCX chooses."""
+    devices: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """UCX: network devices to use, such as ``mlx5_0:1`` or ``eth0``; empty: UCX chooses."""
     workers: int = Field(1, ge=1, le=64)
     """UCX: number of workers, which share the connections to peers."""
     threads: int = Field(0, ge=0, le=64)

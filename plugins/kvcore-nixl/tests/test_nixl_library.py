@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import socket
 import subprocess
 import sys
 from importlib import metadata
@@ -17,6 +19,7 @@ from nixl_pair import Node, pair
 
 import kvcore
 from kvcore.hookspecs import DONE
+from tests.commands import kvcore as command
 from tests.helpers import ROOT, memory
 
 log = logging.getLogger("tests.nixl")
@@ -32,9 +35,7 @@ def node(**options: object) -> Node:
 def test_b2_no_library_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in native.PACKAGES:
         monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
-    with pytest.raises(
-        kvcore.BackendLoadError, match=r"finds no NIXL library \(nixl: .*nixl_cu13: .*pip install kvcore-nixl\[cu13\]"
-    ) as caught:
+    with pytest.raises(kvcore.BackendLoadError, match=r"finds no NIXL library \(nixl: .*nixl_cu13: .*pip install -U nixl-cu13") as caught:
         native.load()
     assert isinstance(caught.value.__cause__, ImportError)
 
@@ -124,7 +125,31 @@ def test_a_plugin_that_is_none_or_moves_no_memory_is_refused(options: dict[str, 
         node(**options)
 
 
-def test_options_reach_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("devices", [("nope0",), ("lo", "nope0:1")])
+def test_a_device_that_is_not_here_is_refused(devices: tuple[str, ...]) -> None:
+    here = ", ".join(name for _, name in socket.if_nameindex())
+    with pytest.raises(kvcore.ConfigError, match=f"no network device is called {devices[-1]}; devices may name .*{here}"):
+        node(devices=devices)
+
+
+def test_a_device_without_a_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1 character"):
+        NixlOptions(devices=("lo", ""))
+
+
+def test_a_network_interface_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with pair(devices=("lo",)) as both:
+        assert both.ended(both.post([3], [1])) == DONE
+
+
+def test_an_agent_whose_metadata_has_another_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native.load()[0].nixl_agent, "get_agent_metadata", lambda agent: b"nixlSerDes2|")
+    with pytest.raises(kvcore.BackendLoadError, match="ValueError: its metadata does not begin with its name"):
+        node()
+
+
+def test_options_reach_the_plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given: list[tuple[str, dict[str, str]]] = []
     library, _ = native.load()
     original = library.nixl_agent.create_backend
@@ -138,13 +163,20 @@ def test_options_reach_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
         assert both.ended(both.post([3], [1])) == DONE
     assert given[0] == ("UCX", {"num_workers": "3", "num_threads": "2"})
     options = NixlOptions(devices=("mlx5_0:1", "mlx5_1:1"), plugin_options={"a": "b"})
-    agent = SimpleNamespace(create_backend=lambda *args: given.append(args), get_agent_metadata=lambda: b"")
+    agent = SimpleNamespace(create_backend=lambda *args: given.append(args), get_agent_metadata=lambda: native.head("one"))
+    configs: list[dict[str, object]] = []
     fake = SimpleNamespace(
-        nixl_agent=lambda name, config: agent,
+        nixl_agent=lambda name, config: configs.append(config) or agent,
         nixl_agent_config=lambda **settings: settings,
         nixl_thread_sync_t=library.nixl_thread_sync_t,
     )
+    for device in ("mlx5_0", "mlx5_1"):
+        (tmp_path / device).mkdir()
+    monkeypatch.setattr(native, "RDMA_DEVICES", tmp_path)
     native.new_agent(fake, "one", options)
+    strict = library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT  # two threads of the core share an agent
+    assert configs == [{"enable_prog_thread": False, "backends": [], "sync_mode": strict}]
+    monkeypatch.setattr(native, "RDMA_DEVICES", tmp_path / "none")  # which only UCX is asked about
     native.new_agent(fake, "one", options.model_copy(update={"plugin": "OTHER"}))
     assert given[-2:] == [("UCX", {"ucx_devices": "mlx5_0:1,mlx5_1:1", "num_workers": "1", "a": "b"}), ("OTHER", {"a": "b"})]
 
@@ -152,13 +184,22 @@ def test_options_reach_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- what the doctor tells
 
 
-def test_facts_name_engine_plugins_and_transports() -> None:
+def test_facts_name_engine_plugins_and_transports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UCX_TLS", raising=False)
     found = {fact.name: fact for fact in NixlBackend().kvcore_facts()}
     assert found["engine"].value.startswith("NIXL 1.") and "(nixl-" in found["engine"].value
     assert "UCX" in found["plugins"].value.split(", ")
     assert found["transports"].value.startswith("tcp, shared memory")
     for name, fact in found.items():
         assert not name.startswith("lib") or (fact.value and fact.advice)
+
+
+def test_the_doctor_finds_the_engine_and_moves_a_page_over_what_ucx_tls_says() -> None:
+    done = command("doctor", "nixl", "--json", UCX_TLS="tcp")
+    (found,) = json.loads(done.stdout)["backends"]
+    assert done.returncode == 0 and found["ok"], found["problem"]
+    facts = {fact["name"]: fact["value"] for fact in found["facts"]}
+    assert facts["engine"].startswith("NIXL 1.") and facts["transports"] == "as UCX_TLS says: tcp"
 
 
 def test_facts_of_a_missing_engine_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

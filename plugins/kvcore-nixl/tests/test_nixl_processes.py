@@ -156,6 +156,46 @@ def test_idle_costs_next_to_nothing_also_while_rooms_wait(crew: Crew) -> None:
             assert max(used) < 0.02 * SEEN_S, f"with rooms that wait: {waits}; seconds used: {used}"
 
 
+DEAF = """
+import os, socket
+from nixl_pair import Node, pair
+from tests.helpers import memory
+
+def listeners():
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(number))) as one:
+                found |= {int(number)} if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) else set()
+        except OSError:
+            pass  # no socket
+    return found
+
+with pair() as both:
+    others = listeners()
+    deaf = Node("decode", "deaf", memory(64, 2, 4096))
+    for number in listeners() - others:
+        with socket.socket(fileno=os.dup(number)) as one:
+            one.shutdown(socket.SHUT_RDWR)  # as UCX does itself when it has no free file for who comes
+    try:
+        both.prefill.backend.kvcore_connect(deaf.peer())
+    except ConnectionError as error:
+        print("told:", error)
+    print("others:", both.ended(both.post([3], [1])).kind.value, flush=True)
+    os._exit(0)  # what UCX has lost it cannot close
+"""
+
+
+def test_a_peer_whose_engine_accepts_nobody_is_told_what_to_do() -> None:
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    command, variables = [sys.executable, "-c", DEAF], {**os.environ, **TCP, "UCX_MODULES": "^ib", "PYTHONPATH": path}
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    said = [line for line in ended.stdout.splitlines() if line.startswith(("told:", "others:"))]
+    assert len(said) == 2 and said[1] == "others: done", ended.stdout + ended.stderr
+    assert said[0].startswith("told: peer deaf cannot be loaded (nixlBackendError")
+    assert "run one NIXL on both sides; or it ran out of open files" in said[0] and said[0].endswith("raise ulimit -n there and restart it")
+
+
 ENDS = """
 import os
 from tests.helpers import duo
