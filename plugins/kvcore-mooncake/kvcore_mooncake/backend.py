@@ -25,24 +25,22 @@ from kvcore.states import RoomKey
 from kvcore_mooncake import __version__, native
 from kvcore_mooncake.options import P2P, MooncakeOptions
 
+# A probe of a peer that is stopped blocks for a minute; over TCP a dead writer's last bytes may still wait in a socket here.
 ABLE = Capabilities(
-    # A probe of a peer that is stopped blocks for a minute; over TCP a dead writer's last bytes may still wait in a socket here.
-    memory=frozenset({"cpu", "cuda", "rocm"}), blocking=True, parallel=8, needs_process_to_write=False,
-    max_descriptors=2048, max_bytes=64 << 20,
-)  # fmt: skip
+    frozenset({"cpu", "cuda", "rocm"}), blocking=True, parallel=8, needs_process_to_write=False, max_descriptors=2048, max_bytes=64 << 20
+)
 FRESH_S = 1.0  # a peer that has taken a transfer within this time is not probed before the next
-CONNECT_S = 5.0  # to see, when a peer is paired, whether its engine's port can be reached
-LEAVE_S, CLOSE_S = 1.0, 3.0  # for what is in flight to a peer that is forgotten; for calls of the engine when it is closed
+CONNECT_S, LEAVE_S, CLOSE_S = 5.0, 1.0, 3.0  # to reach a peer's port; for what is in flight to one that is forgotten; for calls at the end
 MOST_QUEUED, NOWHERE = 65535, 0  # writes that may wait for a peer; an address that no engine has registered
 CHECKS = 256  # most writes of a ticket that are looked at in one call of kvcore_poll
 
 
 @dataclass(slots=True, eq=False)
 class Remote:
-    """A peer's engine: the name it is opened under, whether that was done, when it last was well, and whether a probe of it runs."""
+    """A peer's engine: the name it is opened under, whether over TCP, when it last was well, and whether a probe of it runs."""
 
     name: str
-    used: bool = False
+    linked: bool = False
     heard: float = 0.0
     probing: bool = False
 
@@ -76,12 +74,10 @@ class MooncakeBackend:
 
     @hookimpl
     def kvcore_backend_info(self) -> BackendInfo:
-        """What it is and can do."""
-        return BackendInfo("mooncake", __version__, wire_version="1", api_version=(1, 0), options=MooncakeOptions, capabilities=ABLE)
+        return BackendInfo("mooncake", __version__, wire_version="2", api_version=(1, 0), options=MooncakeOptions, capabilities=ABLE)
 
     @hookimpl
     def kvcore_facts(self) -> list[Fact]:
-        """Which Mooncake there is, and what it can use here."""
         return native.facts()
 
     @hookimpl
@@ -93,32 +89,30 @@ class MooncakeBackend:
     @hookimpl
     def kvcore_register(self, regions: Sequence[Region]) -> None:
         """Register all regions, or none (B3)."""
-        if unfit := sorted({one.device.partition(":")[0] for one in regions} - native.memory_kinds(self._library)):
-            raise RegistrationError(f"backend 'mooncake': this build does not move {unfit} memory; take another: {native.INSTALL}")
+        if unfit := sorted({one.device.partition(":")[0] for one in regions} - native.able(self._library)[0]):
+            remedy = f"uninstall it, then {native.BUILD.format(unfit[-1])}"
+            raise RegistrationError(f"backend 'mooncake': this build does not move {unfit} memory; {remedy}")
         addresses = [one.ptr for one in regions]
-        code = self._engine.batch_register_memory(addresses, [one.nbytes for one in regions])
-        if not code:
+        if not (code := self._engine.batch_register_memory(addresses, [one.nbytes for one in regions])):
             self._regions = list(regions)
             return
         codes = [self._engine.register_memory(one.ptr, one.nbytes) for one in regions]  # which it was, the engine does not tell
         self._engine.batch_unregister_memory([ptr for ptr, refused in zip(addresses, codes, strict=True) if not refused])
-        raise RegistrationError(
-            f"backend 'mooncake' could not register {len(regions)} regions ({native.meaning(code)}): "
-            + ", ".join(f"region {n} at {addresses[n]:#x} ({native.meaning(code)})" for n, code in enumerate(codes) if code)
-            + "; usual causes: a region listed twice, the limit of locked memory (ulimit -l), a device that the network does not reach"
-        )
+        found = (f"region {n} of {regions[n].nbytes} bytes at {regions[n].ptr:#x} ({native.meaning(c)})" for n, c in enumerate(codes) if c)
+        told = f"{len(regions)} regions ({native.meaning(code)}): {', '.join(found)}"
+        causes = "a region listed twice, the limit of locked memory (ulimit -l), a device that the network does not reach"
+        raise RegistrationError(f"backend 'mooncake' could not register {told}; usual causes: {causes}")
 
     @hookimpl
     def kvcore_unregister(self, regions: Sequence[Region]) -> None:
-        """Undo ``kvcore_register``."""
         registered, self._regions = self._regions, []
         if registered and (code := self._engine.batch_unregister_memory([one.ptr for one in registered])):
             self._context.logger.warning("memory could not be unregistered (%s); closing the engine does it", native.meaning(code))
 
     @hookimpl
     def kvcore_endpoint(self) -> Endpoint:
-        """The engine's name, and how bytes must travel to it."""
-        return Endpoint(msgspec.msgpack.encode((self._session, self._options.protocol)))
+        """The engine's name, how bytes must travel to it, and whose it is."""
+        return Endpoint(msgspec.msgpack.encode((self._session, self._options.protocol, self._context.instance)))
 
     @hookimpl
     def kvcore_connect(self, peer: Peer) -> None:
@@ -126,24 +120,26 @@ class MooncakeBackend:
         if self._context.side == "decode":
             return
         try:
-            session, protocol = msgspec.msgpack.decode(peer.endpoint.data, type=tuple[str, str])
-            if protocol != self._options.protocol:
-                raise ValueError(f"it uses protocol {protocol!r} and this side {self._options.protocol!r}; set both alike")
+            session, protocol, instance = msgspec.msgpack.decode(peer.endpoint.data, type=tuple[str, str, str])
+            if (instance, protocol) != (peer.id, self._options.protocol):
+                raise ValueError(f"it is {instance!r} with protocol {protocol!r} and this side uses {self._options.protocol!r}, set alike")
             name = self._name(session, peer.id)
         except (OSError, ValueError) as error:  # what msgspec raises is a ValueError
             raise ConnectionError(f"peer {peer.id} cannot be reached ({error}); check that it runs, then pair again") from error
-        with self._lock:
-            self._remotes[peer.id] = Remote(name)
+        with self._lock:  # a peer that is connected again, or has writes in flight, is the one it was
+            known = [*self._remotes.values(), *(job.remote for job in self._jobs)]
+            self._remotes[peer.id] = next((one for one in known if one.name == name), None) or Remote(name)
 
     @hookimpl
     def kvcore_disconnect(self, peer: str) -> bool:
         """Forget a peer. True if nothing is in flight to it: a prefill side's memory is read by its own writes only (R4)."""
         with self._lock:
             remote = self._remotes.pop(peer, None)
-            for job in self._jobs:
-                job.cancelled |= job.peer == peer
-            idle = self._ended.wait_for(lambda: not self._runs(peer), LEAVE_S)
-        if remote is not None and remote.used:
+            jobs = [job for job in self._jobs if job.peer == peer]
+            for job in jobs:
+                job.cancelled = True
+            idle = self._ended.wait_for(lambda: all(self._look(job) is not PENDING for job in jobs), LEAVE_S)
+        if remote is not None and remote.linked and self._regions:
             self._hang_up(remote)
         return idle and self._context.side == "prefill"
 
@@ -159,11 +155,8 @@ class MooncakeBackend:
                 return RETRY
             remote.probing = probe = time.monotonic() - remote.heard > FRESH_S
             self._jobs.add(job := Job(transfer.room, transfer.peer, remote, size))
-        try:  # a probe waits up to a minute for a peer that is stopped; nothing is posted then
-            if probe and (code := self._engine.send_probe(remote.name)):
-                job.problem = _failed(f"no answer from {job.peer} at {remote.name} ({native.meaning(code)})", peer_broken=True)
-            else:
-                self._post(job, transfer)
+        try:
+            job.problem = self._post(job, transfer, probe)
         except Exception as error:
             job.problem, job.failed = _failed(cause(error)), job.failed + 1
         with self._lock:
@@ -197,7 +190,6 @@ class MooncakeBackend:
 
     @hookimpl
     def kvcore_held_rooms(self) -> list[RoomKey]:
-        """The rooms of writes that run."""
         with self._lock:
             return list({job.room for job in self._jobs if job.room is not None})
 
@@ -227,30 +219,29 @@ class MooncakeBackend:
         host, _, port = session.rpartition(":")
         return f"{host}:{'0' * times}{port}"
 
-    def _post(self, job: Job, transfer: Transfer) -> None:
+    def _post(self, job: Job, transfer: Transfer, probe: bool) -> TicketState | None:
+        """Post a write per descriptor; why not all were posted. A probe waits up to a minute for a peer that is stopped."""
+        name, tcp = job.remote.name, self._options.protocol == "tcp"
+        if probe and (code := self._engine.send_probe(name)):
+            return _failed(f"no answer from {job.peer} at {name} ({native.meaning(code)})", peer_broken=True)
         addresses = transfer.local_address.tolist(), transfer.remote_address.tolist(), transfer.length.tolist()
         for local, away, size in zip(*addresses, strict=True):
             if job.cancelled:
-                job.problem = _failed("cancelled before all of it was posted")
-                return
-            write = self._engine.transfer_submit_write(job.remote.name, local, away, size)
+                return _failed("cancelled before all of it was posted")
+            write = self._engine.transfer_submit_write(name, local, away, size)
             if not write:
-                job.problem = _failed(f"the engine did not take a write of {size} bytes to {job.remote.name}; see its own log")
-                job.failed += self._options.protocol != "tcp"  # others may have begun it
-                return
-            job.remote.used = True
+                job.failed += not tcp  # others may have begun it
+                return _failed(f"the engine did not take a write of {size} bytes to {name}; see its own log")
+            job.remote.linked = tcp
             job.running.append(write)
+        return None
 
     def _hang_up(self, remote: Remote) -> None:
         """Have the engine close its connections to a peer, which it does when one fails: by writes that every engine refuses."""
-        if self._options.protocol == "tcp" and self._regions:
-            lanes = 16 if "MC_TCP_LANES_PER_PEER" in os.environ else 4  # the most it allows; what it has by itself
-            writes = [self._engine.transfer_submit_write(remote.name, self._regions[0].ptr, NOWHERE, 1) for _ in range(lanes)]
-            with self._lock:
-                self._jobs.add(Job(None, "", remote, 0, deque(filter(None, writes))))
-
-    def _runs(self, peer: str) -> bool:
-        return any(self._look(job) is PENDING for job in list(self._jobs) if job.peer == peer)
+        lanes = 16 if "MC_TCP_LANES_PER_PEER" in os.environ else 4  # the most it allows; what it has by itself
+        writes = [self._engine.transfer_submit_write(remote.name, self._regions[0].ptr, NOWHERE, 1) for _ in range(lanes)]
+        with self._lock:
+            self._jobs.add(Job(None, "", remote, 0, deque(filter(None, writes))))
 
     def _look(self, job: Job) -> TicketState:
         """With the lock held: a job's state. The engine frees a write that it has reported ended, so none is asked for twice."""

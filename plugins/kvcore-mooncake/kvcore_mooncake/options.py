@@ -8,14 +8,12 @@ P2P = "P2PHANDSHAKE"  # Mooncake's name for having no metadata server: engines a
 
 
 class MooncakeOptions(BaseModel, extra="forbid", frozen=True):
-    """Options of the Mooncake backend."""
-
-    protocol: str = Field("tcp", pattern="^[a-z0-9_]+$")
-    """How bytes travel: ``tcp``, ``rdma``, or another name that the installed build of Mooncake knows. Equal on both sides."""
-    metadata_server: str = Field(P2P, min_length=1)
-    """Where engines find each other, such as ``etcd://host:2379``; by default they need none."""
+    protocol: str = "tcp"
+    """How bytes travel: ``tcp``, ``rdma``, or another that the installed build of Mooncake has. Equal on both sides."""
+    metadata_server: str = Field(P2P, pattern=f"^({P2P}|(etcd|https?)://.+)$")
+    """Where engines find each other, such as ``etcd://host:2379``; by default they need none. Another scheme ends the process."""
     devices: tuple[str, ...] = ()
-    """Network devices to use, such as ``mlx5_0``; empty: Mooncake chooses by topology."""
+    """Network devices to use, such as ``mlx5_0``; empty: Mooncake chooses by topology. Without use for ``tcp``."""
     timeout_s: int = Field(600, ge=1, le=86400)
     """TCP: seconds without progress until the engine gives a write up, which is no proof of its end: it is best when that never comes."""
     environment: dict[str, str] = Field(default_factory=dict)

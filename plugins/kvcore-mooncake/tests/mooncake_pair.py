@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -110,6 +111,9 @@ class Guest:
             env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], SOON_S)[0]:
+            self.kill()
+            raise AssertionError(f"the guest's engine has not started within {SOON_S:g} s")
         told = json.loads(self._process.stdout.readline())
         pool = Pool("kv", [Region(told["ptr"], pages * page_bytes)], num_pages=pages, page_size=16, dtype="uint8")
         self.peer = Peer(told["name"], Endpoint(bytes.fromhex(told["endpoint"])), pool.regions, (pool.geometry,))

@@ -120,7 +120,8 @@ def test_t7_what_the_engine_did_not_take_is_quiescent(pair: tuple[Node, Node], m
 
 
 def test_a_protocol_that_may_have_begun_what_it_refused_is_not_quiescent(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = {"protocol": "other", "environment": {"MC_FORCE_TCP": "1"}}
+    monkeypatch.setattr(native.load()[0], "SUPPORT_HIP", True)  # which comes down to TCP here
+    other = {"protocol": "hip", "environment": {"MC_FORCE_TCP": "1"}}
     one, two = scene.node("prefill", **other), scene.node(**other)
     one.backend.kvcore_connect(two.peer())
     assert one.move([3], [5], two.peer()) == DONE
@@ -191,20 +192,28 @@ def test_t6_what_does_not_fit_into_the_engines_queue_is_tried_again(scene: Stage
 # --- abort and clear
 
 
-def test_a5_an_abort_ends_the_posting(pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["abort", "clear", "disconnect"])
+def test_a5_what_ends_the_posting(pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(backend, "LEAVE_S", 0.1)
     one, two = pair
     transfer = one.transfer(EVEN, EVEN, two.peer())
     submit, made = Calls(monkeypatch).engine.transfer_submit_write, []
+    ends = {
+        "abort": lambda room: one.backend.kvcore_abort(room, []),
+        "clear": one.backend.kvcore_clear,
+        "disconnect": lambda room: one.backend.kvcore_disconnect(two.name if room == transfer.room else "another"),
+    }
 
-    def aborted(*args: object) -> object:
-        made.append(args)
-        if len(made) == 2:
-            one.backend.kvcore_abort(RoomKey("prefill", 1, 0, 1), [])  # another room
-        if len(made) == 5:
-            one.backend.kvcore_abort(transfer.room, [])
+    def ended(*args: object) -> object:
+        if args[3] != backend.NOWHERE:  # which is how it hangs up
+            made.append(args)
+            if len(made) == 2:
+                ends[how](RoomKey("prefill", 1, 0, 1))  # another room
+            if len(made) == 5:
+                ends[how](transfer.room)
         return submit(*args)
 
-    Calls(monkeypatch, transfer_submit_write=aborted)
+    Calls(monkeypatch, transfer_submit_write=ended)
     assert failed(one.ended(one.backend.kvcore_transfer(transfer))) == (True, False)  # type: ignore[arg-type]
     assert len(made) == 5
 
@@ -229,12 +238,16 @@ def test_a_write_that_nobody_asks_for_is_kept_until_it_has_ended(pair: tuple[Nod
     [
         (b"", "Input data was truncated"),
         (b"\x93garbage", "Expected"),
-        (msgspec.msgpack.encode(("127.0.0.1:1", "rdma")), "protocol 'rdma' and this side 'tcp'"),
-        (msgspec.msgpack.encode(("no address", "tcp")), "its engine's address must be host:port"),
+        (("127.0.0.1:1", "tcp"), "Expected `array` of length 3"),  # of wire version 1
+        (("127.0.0.1:1", "rdma", "NAME"), "with protocol 'rdma' and this side uses 'tcp', set alike"),
+        (("127.0.0.1:1", "tcp", "another"), "it is 'another' with protocol 'tcp'"),
+        (("no address", "tcp", "NAME"), "its engine's address must be host:port"),
     ],
 )
-def test_p5_a_bad_endpoint_is_refused(pair: tuple[Node, Node], data: bytes, why: str) -> None:
+def test_p5_a_bad_endpoint_is_refused(pair: tuple[Node, Node], data: bytes | tuple[str, ...], why: str) -> None:
     one, two = pair
+    if isinstance(data, tuple):
+        data = msgspec.msgpack.encode([two.name if word == "NAME" else word for word in data])
     one.backend.kvcore_disconnect(two.name)
     with pytest.raises(ConnectionError, match=f"peer {two.name} cannot be reached .*{why}"):
         one.backend.kvcore_connect(dataclasses.replace(two.peer(), endpoint=Endpoint(data)))
@@ -245,7 +258,7 @@ def test_p5_a_bad_endpoint_is_refused(pair: tuple[Node, Node], data: bytes, why:
 def test_a_peer_whose_port_nobody_listens_at_is_not_connected(pair: tuple[Node, Node]) -> None:
     one, two = pair
     one.backend.kvcore_disconnect(two.name)
-    nobody = Endpoint(msgspec.msgpack.encode((f"127.0.0.1:{free_port()}", "tcp")))
+    nobody = Endpoint(msgspec.msgpack.encode((f"127.0.0.1:{free_port()}", "tcp", two.name)))
     with pytest.raises(ConnectionError, match="refused.*check that it runs"):
         one.backend.kvcore_connect(dataclasses.replace(two.peer(), endpoint=nobody))
     assert failed(one.post([3], [5], two.peer())) == (True, True)
@@ -329,7 +342,11 @@ def test_a_killed_peer_costs_its_own_tickets_and_its_successor_works(scene: Stag
 def test_p3_another_instance_at_a_known_address_is_opened_anew(pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
     """Mooncake remembers what it found under a name, and would write to where its predecessor had its memory."""
     one, two = pair
-    peers = [dataclasses.replace(two.peer(), id=name) for name in ("first", "second", "third")]
+    session, protocol, _ = msgspec.msgpack.decode(two.peer().endpoint.data)
+    peers = [
+        dataclasses.replace(two.peer(), id=name, endpoint=Endpoint(msgspec.msgpack.encode((session, protocol, name))))
+        for name in ("first", "second", "third")
+    ]
     names = []
     submit = Calls(monkeypatch).engine.transfer_submit_write
     Calls(monkeypatch, transfer_submit_write=lambda *args: names.append(args[1]) or submit(*args))
@@ -357,6 +374,38 @@ def test_r4_a_disconnect_is_proof_when_nothing_is_in_flight_to_the_peer(
     assert one.move([3], [5], guest.peer) == DONE
 
 
+def test_a_disconnect_waits_for_what_is_in_flight_to_end(pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "LEAVE_S", 20.0)
+    one, two = pair
+    answer = [0]
+    Calls(monkeypatch, transfer_check_status=lambda *_: answer[0])
+    job, found = one.post([3], [5], two.peer()), []
+    assert isinstance(job, Job)
+    leaving = threading.Thread(target=lambda: found.append(one.backend.kvcore_disconnect(two.name)))
+    leaving.start()
+    wait_until(lambda: job.cancelled)
+    assert one.state(job) is PENDING  # which takes the lock: it waits by now
+    answer[0] = 1
+    assert one.ended(job) == DONE
+    leaving.join(10.0)
+    assert found == [True]
+
+
+def test_a_peer_that_is_connected_again_is_the_one_it_was(scene: Stage, guest: Guest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "LEAVE_S", 0.1)
+    monkeypatch.setattr(backend, "MOST_QUEUED", 40)
+    one, some = scene.writer(guest), list(range(0, 80, 2))
+    job = scene.in_flight(one, guest)
+    one.backend.kvcore_connect(guest.peer)
+    assert one.post(some, some, guest.peer) is RETRY  # with what is in flight it is too much
+    one.backend.kvcore_disconnect(guest.peer.id)
+    one.backend.kvcore_connect(guest.peer)
+    assert one.post(some, some, guest.peer) is RETRY
+    guest.thaw()
+    assert one.ended(job) == DONE
+    wait_until(lambda: one.move(some, some, guest.peer) == DONE)
+
+
 @pytest.mark.parametrize("side", ["decode", "both"])
 def test_r4_a_side_that_is_written_to_never_says_that_a_peer_is_fenced(scene: Stage, side: str) -> None:
     one, two = scene.node(side), scene.node()
@@ -365,10 +414,13 @@ def test_r4_a_side_that_is_written_to_never_says_that_a_peer_is_fenced(scene: St
     assert one.backend.kvcore_disconnect("nobody") is False
 
 
-def test_peers_that_die_leave_no_connection(scene: Stage) -> None:
+@pytest.mark.parametrize("connects", [1, 2])  # twice by one that has the role "both", in either direction
+def test_peers_that_die_leave_no_connection(scene: Stage, connects: int) -> None:
     guest = scene.guest()
     one = scene.writer(guest)
     before, seen = resources(), []
+    for _ in range(1, connects):
+        one.backend.kvcore_connect(guest.peer)
     for _ in range(2):
         guest.kill()
         one.backend.kvcore_disconnect(guest.peer.id)
@@ -377,6 +429,8 @@ def test_peers_that_die_leave_no_connection(scene: Stage) -> None:
         guest = scene.guest()
         one.backend.kvcore_connect(guest.peer)
         assert one.move(EVEN, EVEN, guest.peer) == DONE
+        for _ in range(1, connects):
+            one.backend.kvcore_connect(guest.peer)
     assert all(now < before for now in seen), (before, seen)
 
 
@@ -388,7 +442,9 @@ def test_b3_a_region_that_is_refused_is_named_with_the_code_and_none_stays(scene
     good = list(one.pool.regions)
     one.backend.kvcore_unregister(good)
     within = Region(good[1].ptr + 4096, 4096)
-    with pytest.raises(kvcore.RegistrationError, match=rf"3 regions .*: region 2 at {within.ptr:#x} \(code -7: overlaps.*ulimit -l"):
+    with pytest.raises(
+        kvcore.RegistrationError, match=rf"3 regions .*: region 2 of 4096 bytes at {within.ptr:#x} \(code -7: overlaps.*ulimit -l"
+    ):
         one.backend.kvcore_register([*good, within])
     one.backend.kvcore_register(good)  # it would be refused if one of them were registered
     one.backend.kvcore_connect(two.peer())
@@ -398,7 +454,10 @@ def test_b3_a_region_that_is_refused_is_named_with_the_code_and_none_stays(scene
 @pytest.mark.parametrize("kind", ["cuda", "rocm"])
 def test_memory_that_this_build_does_not_move_is_refused(scene: Stage, kind: str) -> None:
     one = scene.node()
-    with pytest.raises(kvcore.RegistrationError, match=rf"does not move \['{kind}'\] memory; take another: pip install kvcore-mooncake"):
+    with pytest.raises(
+        kvcore.RegistrationError,
+        match=rf"does not move \['{kind}'\] memory; uninstall it, then pip install '[^ ]*kvcore-mooncake\[{kind}\]'",
+    ):
         one.backend.kvcore_register([dataclasses.replace(one.pool.regions[0], device=f"{kind}:0")])
 
 
@@ -476,7 +535,21 @@ def test_options_reach_the_engine_and_what_the_process_has_set_wins(
         ("MC_TCP_PROTO", "1", {}, kvcore.ConfigError, "MC_TCP_PROTO=1 .*called done before their bytes are in place; unset it"),
         ("MC_TCP_ENABLE_CONNECTION_POOL", "0", {}, kvcore.ConfigError, "MC_TCP_ENABLE_CONNECTION_POOL=0 .*unset it"),
         ("MC_FORCE_TCP", "yes", {"protocol": "rdma"}, kvcore.ConfigError, "MC_FORCE_TCP and MC_FORCE_HCA .*exclude each other"),
-        ("MC_OTHER", "1", {"protocol": "rdma", "devices": ("none0",)}, kvcore.BackendLoadError, "'rdma'.*'none0'.*code -1.*correct these"),
+        (
+            "MC_OTHER",
+            "1",
+            {"protocol": "rdma", "devices": ("none0",)},
+            kvcore.BackendLoadError,
+            "finds no protocol 'rdma', device 'none0', only",
+        ),
+        (
+            "MC_OTHER",
+            "1",
+            {"metadata_server": f"http://127.0.0.1:{free_port()}/m"},
+            kvcore.BackendLoadError,
+            "http://.*code -1.*correct these",
+        ),
+        ("KVCORE_MOONCAKE_SET", "odd", {}, kvcore.ConfigError, "KVCORE_MOONCAKE_SET='odd' is not what this backend notes .*; unset it"),
     ],
 )
 def test_an_environment_or_options_that_cannot_work_stop_the_start(

@@ -5,21 +5,21 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from kvcore_conformance.driver import Child, PoolSpec, until
+from kvcore_conformance.driver import SOON_S, Child, PoolSpec, free_port, until
 from kvcore_conformance.frozen import Engine, check_late_is_seen, check_nothing_late
 from kvcore_mooncake.backend import ABLE
 from mooncake_pair import resources
 
 from kvcore import KVPoll
-from tests.helpers import ROOT, Calls, Duo, duo, ended, wait_until
+from tests.helpers import ROOT, Calls, Duo, duo, ended, stays, wait_until
 
 MOST = ABLE.max_descriptors or 0
-IDLE_S = 3.0
+IDLE_S = 2.0
+BRIEF = {"liveness_s": 1.5, "ticket_s": 2.5, "quarantine_s": 4.5}
 SCRIPT = """
 import sys
 from tests.helpers import duo
@@ -103,9 +103,41 @@ def test_over_ipv6_and_when_idle_a_process_takes_less_than_two_percent() -> None
         decode.start("decode", host="::1")
         until(lambda: moved(prefill, decode, 1), "a page is moved", 30.0)
         both = (prefill, decode)
-        before = [child.work("cpu_s") for child in both]
-        threading.Event().wait(IDLE_S)
-        assert max(child.work("cpu_s") - was for child, was in zip(both, before, strict=True)) < 0.02 * IDLE_S
+        for waits in (False, True):
+            if waits:
+                prefill.sender(2)
+                decode.receiver(2, prefill).receive([1])
+            before = [child.work("cpu_s") for child in both]
+            stays(lambda: prefill.running and decode.running, IDLE_S)
+            used = [child.work("cpu_s") - was for child, was in zip(both, before, strict=True)]
+            assert max(used) < 0.02 * IDLE_S, f"with a room that waits: {waits}; seconds used: {used}"
+
+
+def test_p2_p3_killed_frozen_and_started_again() -> None:
+    port = {"bootstrap_port": free_port()}
+    with children(3) as (prefill, decode, successor):
+        prefill.start("prefill", limits=BRIEF, **port)
+        decode.start("decode", limits=BRIEF)
+        assert moved(prefill, decode, 1)
+        for room, (side, other) in enumerate([(prefill, decode), (decode, prefill)], 2):
+            side.freeze()
+            until(lambda other=other: other.work("stats")["peers"] == 0, "it is lost", BRIEF["liveness_s"] + SOON_S)  # type: ignore[misc]
+            side.thaw()
+            assert moved(prefill, decode, room)
+        prefill.kill()
+        successor.start("prefill", limits=BRIEF, **port)
+        assert moved(successor, decode, 4)
+        sender, waiting = successor.sender(5), decode.receiver(5, successor)
+        waiting.receive([1])
+        assert sender.until("WAITING_FOR_INPUT") == "WAITING_FOR_INPUT"
+        successor.kill()
+        assert waiting.wait(BRIEF["liveness_s"] + SOON_S) == "FAILED"
+        assert waiting.failure.code == "peer_lost"
+        assert waiting.safe(BRIEF["quarantine_s"] + SOON_S)
+        assert waiting.unproven  # the last bytes of the dead may still wait in a socket here
+        waiting.clear()
+        until(lambda: decode.work("held") == {}, "no room is held")
+        until(lambda: decode.work("stats")["peers"] == 0, "no peer is known")
 
 
 @pytest.mark.parametrize("end", ["closed", "open"])
