@@ -178,14 +178,14 @@ def test_b6_transfers_of_many_rooms_run_beside_each_other(bare: Bare, able: Capa
 
 
 @rule("P3")
-def test_p3_a_reconnect_reaches_the_new_peer(crew: Crew) -> None:
+def test_p3_a_reconnect_reaches_the_new_peer(bare: Bare, crew: Crew) -> None:
     """Another engine takes the place of one that was disconnected, while that still runs."""
-    name = f"decode-{number()}"
-    with engines(crew, "prefill", "decode", "decode", instances=["", name, name]) as (prefill, old, new):
-        for engine in (prefill, old, new):
-            engine.start()
-        Bare(prefill, old).join()
-        prefill.do("disconnect", name)
-        before = old.memory.pages("kv").copy()
-        Bare(prefill, new).join()
-        assert (old.memory.pages("kv") == before).all(), "after a disconnect and a connect the old peer was written to"
+    with engines(crew, "decode", instances=[bare.to]) as (new,):
+        new.start()
+        before = bare.decode.memory.pages("kv").copy()
+        bare.prefill.do("disconnect", bare.to)
+        Bare(bare.prefill, new).join()
+        assert (bare.decode.memory.pages("kv") == before).all(), "after a disconnect and a connect the old peer was written to"
+        bare.prefill.do("disconnect", bare.to)
+    bare.fresh()
+    bare.join()

@@ -165,12 +165,14 @@ def assert_refused(hand_over: Any, pages: dict[str, list[Any]], what: str) -> No
     "pages", [[8, 40, 2, 3, KV.pages], pytest.param([8, 40, -1, 3, 21], marks=full), pytest.param([8, 8, 2, 3, 1], marks=full)]
 )
 def test_t2_what_a_peer_names_is_checked_on_the_side_that_writes(pair: Pair, pages: list[int]) -> None:
+    """All of it, before the first page moves."""
     room = pair.open()
     assert room.receiver.until("WAITING_FOR_INPUT") == "WAITING_FOR_INPUT"
     pair.prefill.work("aid", "forge:Forge", "tap")
     pair.prefill.call("tap", "destination", room.number, "kv", pages)
     room.receive()
-    room.send()
+    room.sender.send({"kv": list(room.mine["kv"][:2])})
+    room.sender.send({"kv": list(room.mine["kv"][2:])}, last=True)
     room.ends("FAILED")
     assert room.sender.failure.code == "bad_pages", f"pages {pages} of the peer failed the room with: {room.reasons()}"
     pair.intact()

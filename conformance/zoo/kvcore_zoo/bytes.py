@@ -12,7 +12,7 @@ from kvcore_zoo.animal import Animal
 
 
 class Sloppy(Animal):
-    """A byte past the page: the last descriptor of a transfer is one byte too long, where there is memory behind it."""
+    """A byte past the page: of many descriptors the last is one byte too long, where there is memory behind it."""
 
     name = "zoo-sloppy"
 
@@ -20,7 +20,7 @@ class Sloppy(Animal):
         length = job.transfer.length.copy()
         sizes = np.array([len(view) for _, view in self._memory], np.uint64)
         last = job.transfer.local_region[-1], job.transfer.local_offset[-1], job.transfer.remote_offset[-1]
-        if max(last[1], last[2]) + length[-1] < sizes[last[0]]:
+        if length.size > 8 and max(last[1], last[2]) + length[-1] < sizes[last[0]]:
             length[-1] += np.uint64(1)
         job.transfer = replace(job.transfer, length=length)
         return super()._send(job)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvcore import TicketKind, TicketState, hookimpl
+from kvcore import TicketKind, TicketState, Transfer, hookimpl
 from kvcore.backends.local import Job
 from kvcore.hookspecs import PENDING
 from kvcore.states import RoomKey
@@ -36,9 +36,18 @@ class Strict(Animal):
 
     name = "zoo-strict"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._heard_of: set[RoomKey] = set()
+
+    @hookimpl
+    def kvcore_transfer(self, transfer: Transfer) -> Job | TicketState:
+        self._heard_of.add(transfer.room)
+        return super().kvcore_transfer(transfer)
+
     @hookimpl
     def kvcore_clear(self, room: RoomKey) -> None:
-        if room not in self.kvcore_held_rooms():
+        if room not in self._heard_of:
             raise KeyError(room)
         super().kvcore_clear(room)
 
