@@ -16,12 +16,12 @@ from kvcore.errors import KVCoreError
 from kvcore_conformance.subject import Subject, options_from
 
 if TYPE_CHECKING:
-    from kvcore_conformance.driver import Crew
+    from kvcore_conformance.stage.driver import Crew
 
 CREW: pytest.StashKey[Crew] = pytest.StashKey()
 FAILED = pytest.StashKey[bool]()
 
-pytest.register_assert_rewrite(*(f"kvcore_conformance.{name}" for name in ("suite", "arena", "oracle", "driver", "frozen")))
+pytest.register_assert_rewrite(*(f"kvcore_conformance.{name}" for name in ("suite", "stage")))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

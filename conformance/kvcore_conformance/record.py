@@ -7,11 +7,11 @@ from collections.abc import Generator, Sequence
 
 import pytest
 
-from kvcore_conformance.arena import Pair
 from kvcore_conformance.plugin import CREW, FAILED, chosen, seed
 from kvcore_conformance.report.model import Check, Report, Story
 from kvcore_conformance.report.table import table
 from kvcore_conformance.report.write import write
+from kvcore_conformance.stage.arena import Pair
 from kvcore_conformance.subject import Subject
 from kvcore_conformance.verdicts import Run, judge
 from kvcore_conformance.waivers import Waivers

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import kvcore
 from kvcore.installed import find_backend
 from kvcore_conformance import __version__
-from kvcore_conformance.driver import Child, ChildError
 from kvcore_conformance.marks import LEVELS, home
 from kvcore_conformance.report.model import About, Check, Outcome, Report, RuleResult
 from kvcore_conformance.requirements import CONTRACT, Rule, rules
+from kvcore_conformance.stage.driver import Child, ChildError
 from kvcore_conformance.subject import Subject
 from kvcore_conformance.waivers import Waivers
 

@@ -257,7 +257,7 @@ def test_the_suite_is_not_spread_over_processes(tmp_path: Path) -> None:
 OWN = """
     import pytest
     from kvcore_conformance import Subject
-    from kvcore_conformance.arena import paired
+    from kvcore_conformance.stage.arena import paired
     from kvcore_conformance.marks import rule
     from kvcore_conformance.suite import *
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore_conformance.aborting import ENDED, LIVE, NOTICE, OTHER, SIDES, brought, cases, heard
-from kvcore_conformance.arena import MOMENTS, Pair
-from kvcore_conformance.driver import until
 from kvcore_conformance.marks import full, rule
-from kvcore_conformance.onlookers import AT_ONCE_S, together
+from kvcore_conformance.stage.aborting import ENDED, LIVE, NOTICE, OTHER, SIDES, brought, cases, heard
+from kvcore_conformance.stage.arena import MOMENTS, Pair
+from kvcore_conformance.stage.driver import until
+from kvcore_conformance.stage.onlookers import AT_ONCE_S, together
 
 # --- A1
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore_conformance.aborting import BUSY, ENDED, LIVE, NOTICE, OTHER, SIDES, brought, cases, heard, opened
-from kvcore_conformance.arena import Pair, number, paired
-from kvcore_conformance.driver import SOON_S, ChildError, Crew
 from kvcore_conformance.marks import full, rule
-from kvcore_conformance.onlookers import together
+from kvcore_conformance.stage.aborting import BUSY, ENDED, LIVE, NOTICE, OTHER, SIDES, brought, cases, heard, opened
+from kvcore_conformance.stage.arena import Pair, number, paired
+from kvcore_conformance.stage.driver import SOON_S, ChildError, Crew
+from kvcore_conformance.stage.onlookers import together
 
 ENDS = ("SUCCESS", "FAILED")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvcore import Capabilities
-from kvcore_conformance.arena import POOLS, number
-from kvcore_conformance.bare import TINY, Bare, State, bare_pair, brief, descriptors, engines
-from kvcore_conformance.driver import SOON_S, Crew, PoolSpec, until
 from kvcore_conformance.marks import full, rule
+from kvcore_conformance.stage.arena import POOLS, number
+from kvcore_conformance.stage.bare import TINY, Bare, State, bare_pair, brief, descriptors, engines
+from kvcore_conformance.stage.driver import SOON_S, Crew, PoolSpec, until
 
 KV, AUX = POOLS
 ALL = {"kv": (range(KV.pages), range(KV.pages))}

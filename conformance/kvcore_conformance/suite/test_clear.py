@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvcore_conformance.arena import MOMENTS, Pair, Room, number, paired
-from kvcore_conformance.driver import ChildError, Crew, Failure, until
 from kvcore_conformance.marks import full, rule
+from kvcore_conformance.stage.arena import MOMENTS, Pair, Room, number, paired
+from kvcore_conformance.stage.driver import ChildError, Crew, Failure, until
 
 SIDES = ("prefill", "decode")
 LIVE = MOMENTS[:4]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvcore import Capabilities
-from kvcore_conformance.arena import LIMITS, Pair, Room, number, paired
-from kvcore_conformance.driver import SOON_S, Crew, stays
-from kvcore_conformance.frozen import Engine, check_any_engine
 from kvcore_conformance.marks import full, rule
-from kvcore_conformance.oracle import FILL
-from kvcore_conformance.safety import become_safe, fenced
+from kvcore_conformance.stage.arena import LIMITS, Pair, Room, number, paired
+from kvcore_conformance.stage.driver import SOON_S, Crew, stays
+from kvcore_conformance.stage.frozen import Engine, check_any_engine
+from kvcore_conformance.stage.oracle import FILL
+from kvcore_conformance.stage.safety import become_safe, fenced
 from kvcore_conformance.subject import Subject
 
 # --- R4: evidence

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from kvcore_conformance.aborting import SIDES
-from kvcore_conformance.arena import Pair, Room, paired
-from kvcore_conformance.driver import Crew, Failure, Handle
-from kvcore_conformance.impatient import impatient
 from kvcore_conformance.marks import full, rule
-from kvcore_conformance.onlookers import together, watched
+from kvcore_conformance.stage.aborting import SIDES
+from kvcore_conformance.stage.arena import Pair, Room, paired
+from kvcore_conformance.stage.driver import Crew, Failure, Handle
+from kvcore_conformance.stage.impatient import impatient
+from kvcore_conformance.stage.onlookers import together, watched
 
 WORDS = "cable 7 is cut"
 QUIET: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvcore_conformance.arena import LIMITS, Pair, Room, number, paired
-from kvcore_conformance.driver import SOON_S, Child, Crew, until
 from kvcore_conformance.fixtures import Standing
 from kvcore_conformance.marks import full, rule
+from kvcore_conformance.stage.arena import LIMITS, Pair, Room, number, paired
+from kvcore_conformance.stage.driver import SOON_S, Child, Crew, until
 
 ERRORS = ("SystemExit", "RuntimeError", "KeyboardInterrupt", "GeneratorExit", "MemoryError", "StopIteration", "BaseException")
 """What an engine's binding may raise. A thread that lets one of them pass ends."""

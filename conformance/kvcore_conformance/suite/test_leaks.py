@@ -10,11 +10,11 @@ from typing import TypeVar
 
 import pytest
 
-from kvcore_conformance.arena import Pair, paired
-from kvcore_conformance.driver import SOON_S, STEP_S, Crew
-from kvcore_conformance.footprint import Footprint
-from kvcore_conformance.load import Load
 from kvcore_conformance.marks import full, rule
+from kvcore_conformance.stage.arena import Pair, paired
+from kvcore_conformance.stage.driver import SOON_S, STEP_S, Crew
+from kvcore_conformance.stage.footprint import Footprint
+from kvcore_conformance.stage.load import Load
 
 T = TypeVar("T")
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvcore_conformance.arena import LIMITS, Pair, Room, number, paired
-from kvcore_conformance.driver import SOON_S, Child, Crew, Handle, free_port, stays, until
 from kvcore_conformance.marks import full, rule
-from kvcore_conformance.noise import Noise
+from kvcore_conformance.stage.arena import LIMITS, Pair, Room, number, paired
+from kvcore_conformance.stage.driver import SOON_S, Child, Crew, Handle, free_port, stays, until
+from kvcore_conformance.stage.noise import Noise
 
 LETTERS = ("Join", "Here", "Destination", "Status", "Ack", "Abort", "Which", "Drained")
 LOST_S = LIMITS["liveness_s"] + SOON_S

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore_conformance.arena import Pair, Room, number
 from kvcore_conformance.marks import full, rule
+from kvcore_conformance.stage.arena import Pair, Room, number
 
 
 def others_move(pair: Pair, room: Room) -> None:

@@ -16,10 +16,10 @@ import kvcore
 from kvcore import Capabilities
 from kvcore.hookspecs import API_VERSION
 from kvcore.registry import MEMORY
-from kvcore_conformance.arena import LIMITS, POOLS, Pair, number
-from kvcore_conformance.bare import Bare
-from kvcore_conformance.driver import Child, ChildError, Crew
 from kvcore_conformance.marks import rule
+from kvcore_conformance.stage.arena import LIMITS, POOLS, Pair, number
+from kvcore_conformance.stage.bare import Bare
+from kvcore_conformance.stage.driver import Child, ChildError, Crew
 from kvcore_conformance.subject import Subject
 
 FRESH = """

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from kvcore_conformance.arena import LIMITS, MINE, MOMENTS, Pair, Room, paired
-from kvcore_conformance.driver import SOON_S, Child, Crew, PoolSpec, stays, until
 from kvcore_conformance.fixtures import Standing
 from kvcore_conformance.marks import full, rule
-from kvcore_conformance.oracle import FILL
-from kvcore_conformance.safety import SIDES, become_safe, safe_sides
+from kvcore_conformance.stage.arena import LIMITS, MINE, MOMENTS, Pair, Room, paired
+from kvcore_conformance.stage.driver import SOON_S, Child, Crew, PoolSpec, stays, until
+from kvcore_conformance.stage.oracle import FILL
+from kvcore_conformance.stage.safety import SIDES, become_safe, safe_sides
 
 BIG = (PoolSpec("kv", pages=48, page_bytes=1 << 18, layers=1), PoolSpec("aux", pages=8, page_bytes=64, layers=1))
 """A room of all its pages is long enough in flight to be struck there."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore_conformance.arena import Pair, Room, number, paired
-from kvcore_conformance.driver import Crew, PoolSpec, until
 from kvcore_conformance.marks import full, rule
+from kvcore_conformance.stage.arena import Pair, Room, number, paired
+from kvcore_conformance.stage.driver import Crew, PoolSpec, until
 from kvcore_conformance.suite.test_clear import LIVE, LONG, SIDES, quickly, result
 
 HERE, THERE = (1, 16, 17, 45), (13, 14, 28, 46)

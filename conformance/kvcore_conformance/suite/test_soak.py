@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvcore_conformance.arena import Pair, paired
-from kvcore_conformance.driver import Crew
-from kvcore_conformance.footprint import Footprint
-from kvcore_conformance.load import Load
 from kvcore_conformance.marks import rule, soak
 from kvcore_conformance.plugin import seed
+from kvcore_conformance.stage.arena import Pair, paired
+from kvcore_conformance.stage.driver import Crew
+from kvcore_conformance.stage.footprint import Footprint
+from kvcore_conformance.stage.load import Load
 
 ROOMS = 50
 """Rooms between two looks at the clock."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore_conformance.any_order import run
 from kvcore_conformance.fixtures import Standing
 from kvcore_conformance.marks import rule
 from kvcore_conformance.plugin import seed
+from kvcore_conformance.stage.any_order import run
 
 EXAMPLES = {"quick": (6, 16), "full": (60, 40)}
 """Examples, and steps of each."""

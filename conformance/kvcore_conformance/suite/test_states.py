@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore_conformance.arena import MOMENTS, Pair, Room, number
-from kvcore_conformance.driver import Child, Crew, until
-from kvcore_conformance.impatient import TRIES, impatient
 from kvcore_conformance.marks import full, rule
-from kvcore_conformance.onlookers import AT_ONCE_S, together, watched
+from kvcore_conformance.stage.arena import MOMENTS, Pair, Room, number
+from kvcore_conformance.stage.driver import Child, Crew, until
+from kvcore_conformance.stage.impatient import TRIES, impatient
+from kvcore_conformance.stage.onlookers import AT_ONCE_S, together, watched
 
 SIDES = ("prefill", "decode")
 ORDER = ("BOOTSTRAPPING", "WAITING_FOR_INPUT", "TRANSFERRING", "SUCCESS", "FAILED")

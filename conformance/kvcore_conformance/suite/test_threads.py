@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from kvcore_conformance.arena import Pair, number, paired
-from kvcore_conformance.bare import Bare, brief, engines
-from kvcore_conformance.driver import SOON_S, Crew, error_of
 from kvcore_conformance.marks import full, rule
+from kvcore_conformance.stage.arena import Pair, number, paired
+from kvcore_conformance.stage.bare import Bare, brief, engines
+from kvcore_conformance.stage.driver import SOON_S, Crew, error_of
 
 QUICK_S = 0.005
 """A hook on the progress thread returns within a millisecond; the rest is for a machine that is busy."""

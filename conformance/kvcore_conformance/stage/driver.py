@@ -80,7 +80,7 @@ class Child:
         self.backend, self.options = backend, dict(options or {})
         """What ``start`` makes managers over."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvcore_conformance.worker"],
+            [sys.executable, "-m", "kvcore_conformance.child.worker"],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **ONE_THREAD, **(env or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

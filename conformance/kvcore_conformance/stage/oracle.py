@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvcore_conformance.driver import PoolSpec
+from kvcore_conformance.stage.driver import PoolSpec
 
 Bytes = npt.NDArray[np.uint8]
 Pages = Mapping[str, Sequence[int]]

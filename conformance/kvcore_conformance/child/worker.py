@@ -28,9 +28,9 @@ import kvcore
 from kvcore.faults import ControlTap, FaultPlan
 from kvcore.hookspecs import Event
 from kvcore.registry import plugin_manager
-from kvcore_conformance.crowd import Stall, Watch, together
-from kvcore_conformance.pretence import pretending
-from kvcore_conformance.sight import Sight
+from kvcore_conformance.child.crowd import Stall, Watch, together
+from kvcore_conformance.child.pretence import pretending
+from kvcore_conformance.child.sight import Sight
 
 STEP_S = 0.005
 
@@ -97,7 +97,7 @@ class Worker:
     def make(self, what: str, name: str, **how: Any) -> None:
         """An object of a class of this package, ``module:Class``, which is given this worker."""
         module, _, kind = what.partition(":")
-        self.objects[name] = getattr(importlib.import_module(f"kvcore_conformance.{module}"), kind)(self, **how)
+        self.objects[name] = getattr(importlib.import_module(f"kvcore_conformance.child.{module}"), kind)(self, **how)
 
     def pool(
         self, name: str, pages: int, page_bytes: int, layers: int, page_size: int, dtype: str, file: str, guard: int, seed: int
@@ -201,7 +201,7 @@ class Worker:
     def aid(self, what: str, name: str) -> None:
         """Make one of the kit's classes, ``module:Class``, for the manager and under a name; as "tap" it is closed by ``heal``."""
         module, _, kind = what.partition(":")
-        self.objects[name] = getattr(importlib.import_module(f"kvcore_conformance.{module}"), kind)(self.objects["manager"])
+        self.objects[name] = getattr(importlib.import_module(f"kvcore_conformance.child.{module}"), kind)(self.objects["manager"])
 
     def drop(self, on: str) -> None:
         """Forget a handle, so that it is garbage-collected."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcore_conformance.arena import Pair, Room
-from kvcore_conformance.oracle import Memory
+from kvcore_conformance.stage.arena import Pair, Room
+from kvcore_conformance.stage.oracle import Memory
 
 POOL = "kv"
 MINE, THEIRS = (1, 5, 3), (3, 1, 5)

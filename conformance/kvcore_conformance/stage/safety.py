@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvcore import Capabilities
-from kvcore_conformance.arena import Room
-from kvcore_conformance.driver import SOON_S
+from kvcore_conformance.stage.arena import Room
+from kvcore_conformance.stage.driver import SOON_S
 
 SIDES = ("prefill", "decode")
 

@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 
-from kvcore_conformance.arena import MOMENTS, Pair, Room
-from kvcore_conformance.driver import Handle, until
 from kvcore_conformance.marks import full
+from kvcore_conformance.stage.arena import MOMENTS, Pair, Room
+from kvcore_conformance.stage.driver import Handle, until
 
 SIDES = ("prefill", "decode")
 OTHER = {"prefill": "decode", "decode": "prefill"}

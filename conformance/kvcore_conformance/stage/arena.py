@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvcore_conformance.driver import SOON_S, STEP_S, Child, Crew, Handle, PoolSpec, until
-from kvcore_conformance.oracle import Memory, Pages, moved
+from kvcore_conformance.stage.driver import SOON_S, STEP_S, Child, Crew, Handle, PoolSpec, until
+from kvcore_conformance.stage.oracle import Memory, Pages, moved
 
 POOLS = (PoolSpec("kv", pages=48, page_bytes=4096, layers=2), PoolSpec("aux", pages=8, page_bytes=64, layers=1))
 LIMITS = {

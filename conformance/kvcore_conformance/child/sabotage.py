@@ -10,7 +10,7 @@ import kvcore
 from kvcore.memory import Region
 
 if TYPE_CHECKING:
-    from kvcore_conformance.worker import Worker
+    from kvcore_conformance.child.worker import Worker
 
 CODE = 13
 

@@ -28,7 +28,7 @@ from kvcore.slow import SlowThread
 from kvcore.states import RoomKey
 
 if TYPE_CHECKING:
-    from kvcore_conformance.worker import Worker
+    from kvcore_conformance.child.worker import Worker
 
 log = logging.getLogger("kvcore.engine")
 

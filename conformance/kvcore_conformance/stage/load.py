@@ -6,8 +6,8 @@ import random
 from collections import deque
 from collections.abc import Callable
 
-from kvcore_conformance.arena import MOMENTS, Pair, Room, number
-from kvcore_conformance.yard import MINE, POOL, Stuck, Yard
+from kvcore_conformance.stage.arena import MOMENTS, Pair, Room, number
+from kvcore_conformance.stage.yard import MINE, POOL, Stuck, Yard
 
 BESIDE = 3
 """Rooms that are not settled while the next ones run."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from kvcore_conformance.arena import LIMITS, POOLS, Pair
-from kvcore_conformance.driver import Crew
+from kvcore_conformance.stage.arena import LIMITS, POOLS, Pair
+from kvcore_conformance.stage.driver import Crew
 
 TRIES = 8
 """How often something is tried that a machine that stands still makes fail by a limit of its own."""

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvcore_conformance.driver import Child, Handle, PoolSpec, stays, until
+from kvcore_conformance.stage.driver import Child, Handle, PoolSpec, stays, until
 
 Side = Literal["prefill", "decode"]
 SIDES: tuple[Side, ...] = ("decode", "prefill")

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from kvcore import Capabilities
-from kvcore_conformance.arena import POOLS, number, shared
-from kvcore_conformance.driver import SOON_S, Child, ChildError, Crew, PoolSpec, until
-from kvcore_conformance.oracle import Memory, moved
+from kvcore_conformance.stage.arena import POOLS, number, shared
+from kvcore_conformance.stage.driver import SOON_S, Child, ChildError, Crew, PoolSpec, until
+from kvcore_conformance.stage.oracle import Memory, moved
 
 Lists = Mapping[str, tuple[Sequence[int], Sequence[int]]]
 """Pages of a transfer: mine and theirs of each pool."""
@@ -29,7 +29,7 @@ _names = itertools.count(1)
 
 
 class Engine:
-    """An engine in a child, see ``kvcore_conformance.engine``."""
+    """An engine in a child, see ``kvcore_conformance.child.engine``."""
 
     def __init__(self, child: Child, side: str, memory: Memory, instance: str = "") -> None:
         self.child, self.memory = child, memory

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, Phase, Verbosity, seed, settings, strategies
 from hypothesis.errors import Flaky
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from kvcore_conformance.arena import Pair, Room, number
-from kvcore_conformance.driver import Handle
-from kvcore_conformance.yard import POOL, Stuck, Yard
+from kvcore_conformance.stage.arena import Pair, Room, number
+from kvcore_conformance.stage.driver import Handle
+from kvcore_conformance.stage.yard import POOL, Stuck, Yard
 
 SLOTS = 3
 """Rooms at once."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kvcore_conformance.crowd import JOIN_S
-from kvcore_conformance.driver import Child, Handle
+from kvcore_conformance.child.crowd import JOIN_S
+from kvcore_conformance.stage.driver import Child, Handle
 
 AT_ONCE_S = 2.5
 """For a call that waits for nothing: more than a busy machine makes of it, and less than what is stuck takes."""

@@ -1,0 +1,1 @@
+"""What runs in the process of the tests: child processes and how they are driven, the memory's oracle, and the scenes that tests share."""
