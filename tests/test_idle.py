@@ -10,7 +10,7 @@ from itertools import islice
 from unittest.mock import Mock
 
 import pytest
-from kvcore_conformance.driver import Child, until
+from kvcore_conformance.stage.driver import Child, until
 
 from kvcore import KVPoll, Limits
 from kvcore.protocol import events as ev

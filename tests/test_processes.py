@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from kvcore_conformance.driver import LIMITS, SOON_S, Child, ChildError, Crew, Handle, PoolSpec, free_port, until
-from kvcore_conformance.noise import Noise
+from kvcore_conformance.stage.driver import LIMITS, SOON_S, Child, ChildError, Crew, Handle, PoolSpec, free_port, until
+from kvcore_conformance.stage.noise import Noise
 
 from tests.helpers import BACKENDS, able, fences
 

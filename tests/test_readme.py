@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import typer
-from kvcore_conformance.driver import free_port
+from kvcore_conformance.stage.driver import free_port
 
 import kvcore
 from kvcore.backends.local import LocalOptions
@@ -174,9 +174,15 @@ def test_the_code_about_configuration(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_code_about_writing_a_backend() -> None:
-    names = play("backends.md", MyOptions=NoOptions, Fact=Fact, native=SimpleNamespace(version=lambda: "1.0"))
+    names = play("writing-a-backend.md", MyOptions=NoOptions, Fact=Fact, native=SimpleNamespace(version=lambda: "1.0"))
     assert names["MyBackend"]().kvcore_backend_info().name == "mine"
     assert [type(fact) for fact in names["kvcore_facts"](None)] == [Fact] * 3
+
+
+def test_every_mistake_in_the_guide_is_an_animal_of_the_zoo() -> None:
+    zoo = (ROOT / "conformance" / "zoo" / "pyproject.toml").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(zoo-\w+)`", page("writing-a-backend.md")))
+    assert named and sorted(name for name in named if f"\n{name} = " not in zoo) == []
 
 
 # --- commands in the documents
@@ -230,7 +236,7 @@ def test_every_link_leads_to_a_file_and_a_heading_in_it(where: Path) -> None:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    text = page("api.md") + page("backends.md")
+    text = page("api.md") + page("writing-a-backend.md")
     assert [name for name in kvcore.__all__ if not re.search(rf"`[^`]*\b{name}\b", text)] == []
 
 
@@ -255,7 +261,7 @@ def test_every_setting_is_in_the_configuration() -> None:
 
 
 def test_every_hook_and_capability_is_in_the_backends_page() -> None:
-    text = page("backends.md")
+    text = page("writing-a-backend.md")
     hooks = {name for name in vars(KVCoreSpec) if name.startswith("kvcore_")} - {"kvcore_on_event"}
     assert {name for name in hooks if in_table(text, name)[0] == "yes"} == REQUIRED
     assert [name for name in Capabilities.__dataclass_fields__ if f"`{name}`" not in text] == []

@@ -47,7 +47,7 @@ STRANGERS = {
 
 OPTIONAL = (
     "kvcore.integrations", "kvcore.cli", "kvcore.cli_options", "kvcore.progress", "kvcore.sides", "kvcore.buffers", "kvcore.demo",
-    "kvcore.doctor", "kvcore.bench",
+    "kvcore.doctor", "kvcore.bench", "kvcore.new",
 )  # fmt: skip
 """Parts behind extras: only they may import these, and nothing of the core imports them."""
 EXTRAS = {"torch", "transformers", "typer", "rich", "gguf", "accelerate"}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import zmq
-from kvcore_conformance.driver import free_port
+from kvcore_conformance.stage.driver import free_port
 
 from kvcore import KVManager
 from kvcore.wire import Letter, Ping, encode

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from kvcore_conformance.driver import Child, Crew, free_port, until
+from kvcore_conformance.stage.driver import Child, Crew, free_port, until
 
 from kvcore import FailureCode, Handle, KVManager, KVPoll, NothingPosted, Receiver, Sender, hookimpl
 from kvcore.faults import ControlTap, FaultPlan, Hold

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from kvcore_conformance.driver import Child, Crew, Handle as Far, until
+from kvcore_conformance.stage.driver import Child, Crew, Handle as Far, until
 
 from kvcore import FailureCode, Handle, KVManager, KVPoll, Receiver, RoomError, Sender
 from kvcore.faults import ControlTap, Hold

@@ -100,10 +100,10 @@ class Bare:
         self.decode.memory.wipe()
 
     def join(self) -> None:
-        """Connect both, as the core does, and move a page."""
+        """Connect both, prefill first as the core does, and move a page."""
         mine, its = self.prefill.peer(), self.decode.peer()
-        self.decode.do("connect", mine)
         self.prefill.do("connect", its)
+        self.decode.do("connect", mine)
         self.moves({"kv": ([0], [1])})
         self.fresh()
 

@@ -23,6 +23,8 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 ANSWER_S = 20.0
 """How long a child may take for an answer, beyond the waiting that the command itself asks for."""
 STEP_S = 0.01
+SPARE = 2
+"""Children of a crew that are started ahead."""
 
 LIMITS = {
     "bootstrap_s": 10.0,
@@ -323,7 +325,8 @@ class Handle:
 
 
 class Crew:
-    """Lends children. One that comes back alive closes its manager and is lent again, since starting an interpreter is slow."""
+    """Lends children. One that comes back alive closes its manager and is lent again, since starting an interpreter is slow; and some are
+    started before anybody asks."""
 
     def __init__(self, env: Mapping[str, str] | None = None, backend: str = "local", options: Mapping[str, Any] | None = None) -> None:
         self._env, self._backend, self._options = env, backend, options
@@ -337,7 +340,8 @@ class Crew:
     @contextmanager
     def lend(self, number: int) -> Iterator[list[Child]]:
         """Children without a manager; what happens to them is the borrower's business."""
-        lent = [self._idle.pop() if self._idle else self._new() for _ in range(number)]
+        lent = [self._idle.pop(0) if self._idle else self._new() for _ in range(number)]
+        self._idle += [self._new() for _ in range(SPARE - len(self._idle))]
         self.lent += lent
         try:
             yield lent

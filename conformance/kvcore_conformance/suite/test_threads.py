@@ -67,7 +67,7 @@ def test_b5_a_peer_that_cannot_be_reached_stalls_no_other(bare: Bare, crew: Crew
         error = error_of(lambda: bare.prefill.do("connect", away, within=within))
         assert error is None or error.kind != "TimeoutError", f"to connect to a peer that is {state} has not ended after {within:g} s"
         states = bare.prefill.ends("big")
-        assert brief(states) == {"done": 20}, f"while a peer was {state}, transfers to another ended as {brief(states)}"
+        assert set(brief(states)) == {"done"}, f"while a peer was {state}, transfers to another ended as {brief(states)}"
         bare.intact()
         bare.prefill.do("clear", room)
         if state != "gone":

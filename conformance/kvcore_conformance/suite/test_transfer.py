@@ -92,12 +92,14 @@ def test_t1_prefix_pages_stand_in_neither_list(pair: Pair) -> None:
 
 @rule("T1")
 def test_t1_many_scattered_pages_of_odd_sizes(crew: Crew, able: Capabilities) -> None:
-    """More pages, of a single byte each, than a transfer may have descriptors; what the backend is given stays within its limits."""
+    """More pages, of a single byte each, than a transfer may have descriptors; and some that are far from the pool's beginning. What the
+    backend is given stays within its limits."""
     pages = descriptors(able) + 77
-    pools = (PoolSpec("kv", pages, page_bytes=1, layers=2), PoolSpec("odd", pages=33, page_bytes=4099, layers=1))
+    pools = (PoolSpec("kv", pages, page_bytes=1, layers=2), PoolSpec("odd", pages=300, page_bytes=4099, layers=1))
     with paired(crew, pools) as pair:
         pair.prefill.work("aid", "spy:Spy", "spy")
-        pair.transfer({"kv": scattered(pages, 3), "odd": scattered(33, 4)}, {"kv": scattered(pages, 5), "odd": scattered(33, 6)})
+        far = [299, 3, 257, 150, 0, 298, 280]
+        pair.transfer({"kv": scattered(pages, 3), "odd": far}, {"kv": scattered(pages, 5), "odd": far[::-1]})
         most, nbytes = pair.prefill.call("spy", "largest")
         assert most <= (able.max_descriptors or most), f"a transfer had {most} descriptors"
         assert nbytes <= (able.max_bytes or nbytes), f"a transfer had {nbytes} bytes"
@@ -134,6 +136,11 @@ def number_of(pair: Pair) -> int:
 @rule("T2")
 def test_t2_first_and_last_pages_leave_what_is_around_them_alone(pair: Pair) -> None:
     pair.transfer({"kv": [KV.pages - 1, 0], "aux": [0, AUX.pages - 1]}, {"kv": [0, KV.pages - 1], "aux": [AUX.pages - 1, 0]})
+
+
+@rule("T2")
+def test_t2_many_pages_leave_those_between_them_alone(pair: Pair) -> None:
+    pair.transfer({"kv": range(0, KV.pages - 2, 2)}, {"kv": range(1, KV.pages - 1, 2)})
 
 
 @rule("T2")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
-from kvcore_conformance.driver import free_port
+from kvcore_conformance.stage.driver import free_port
 from kvcore_mooncake import backend, native
 from kvcore_mooncake.backend import Job
 from mooncake_pair import BIG, Calls, Guest, Node, Stage, resources, stage

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from kvcore_conformance.driver import SOON_S, Child, PoolSpec, free_port, until
-from kvcore_conformance.frozen import Engine, check_late_is_seen, check_nothing_late
+from kvcore_conformance.stage.driver import SOON_S, Child, PoolSpec, free_port, until
+from kvcore_conformance.stage.frozen import Engine, check_late_is_seen, check_nothing_late
 from kvcore_mooncake.backend import ABLE
 from mooncake_pair import resources
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvcore_conformance.driver import SOON_S, Child, Crew, PoolSpec, free_port, until
-from kvcore_conformance.frozen import Engine, check_late_is_seen, check_nothing_late
+from kvcore_conformance.stage.driver import SOON_S, Child, Crew, PoolSpec, free_port, until
+from kvcore_conformance.stage.frozen import Engine, check_late_is_seen, check_nothing_late
 
 from tests.helpers import ROOT, stays
 
