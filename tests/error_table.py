@@ -539,7 +539,8 @@ CASES = [
     Case("region beyond 64 bits", lambda t: Layout.of([geometry()], [Region(2**64 - 8, 32)]), IncompatiblePeerError,
          ("'kv'", "region 0", "0xfffffffffffffff8", "32 bytes")),
     Case("batch of nothing", lambda t: list(split(plan(layout(), layout(), {}), 0, None)), ConfigError, ("max_descriptors", "0")),
-    Case("backend that is not installed", lambda t: t.start(backend="locl"), BackendNotFoundError, ("'locl'", "'local'", "pip install")),
+    Case("backend that is not installed", lambda t: t.start(backend="locl"), BackendNotFoundError,
+         ("'locl'", "'local'", "install the distribution")),
     Case("backend that is no name", lambda t: registry.load_backend(None), BackendNotFoundError, ("None", "'local'")),  # type: ignore[arg-type]
     Case("backend of two distributions", lambda t: (t.offer(offer("one"), offer("two")), registry.load_backend("x")), BackendConflictError,
          ("'x'", "x@one", "x@two")),

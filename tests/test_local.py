@@ -287,7 +287,7 @@ def test_options_are_checked() -> None:
 
 
 def test_a_port_in_use_is_a_clear_error(node: MakeNode) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match=r"cannot listen on '127.0.0.1':\d+.*set"):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match=r"cannot listen on '127.0.0.1' port \d+.*set"):
         node("d", "decode", port=taken.getsockname()[1])
 
 

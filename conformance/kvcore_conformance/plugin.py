@@ -5,7 +5,6 @@ In a run with them ``record.Recorder`` notes what becomes of each.
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,7 +85,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     checks = [item for item in items if item.get_closest_marker("kvcore_rule")]
     if not checks or config.option.collectonly:
         return
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if hasattr(config, "workerinput"):  # a process of pytest-xdist
         config.pluginmanager.register(Refusal(), "kvcore-conformance-refusal")
         return
     from kvcore_conformance.record import Recorder

@@ -93,7 +93,8 @@ class LocalBackend:
             family, _, _, _, address = socket.getaddrinfo(host, options.port, type=socket.SOCK_STREAM)[0]
             sock = socket.create_server(address, family=family, dualstack_ipv6=address[0] == "::" and socket.has_dualstack_ipv6())
         except (OSError, ValueError) as error:
-            raise ConfigError(f"backend local cannot listen on {host!r}:{options.port} ({error}); set host, bind or the port") from error
+            why = f"cannot listen on {host!r} port {options.port} ({error})"
+            raise ConfigError(f"backend local {why}; set host, bind or the port") from error
         self._port, self._listener = int(sock.getsockname()[1]), Connection(sock)
         self._start(self._listener, self._accept, "kvcore-local-accept")
 

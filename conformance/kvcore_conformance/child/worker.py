@@ -302,7 +302,7 @@ def serve(objects: dict[str, Any], command: dict[str, Any]) -> dict[str, object]
         if command["as"]:
             objects[command["as"]] = value
         return {"value": plain(value), "took_s": took}
-    except Exception as error:
+    except BaseException as error:  # a hook may raise an exit
         return {"error": type(error).__name__, "text": str(error)}
 
 

@@ -212,7 +212,7 @@ class AnyOrder(RuleBasedStateMachine):
         self._look(use)
         states = [use.seen[handle.child.role] for handle in use.handles]
         if not use.ended and states != ["SUCCESS", "SUCCESS"]:
-            self.yard.note("C4", f"nobody has ended {use}, and it is {states}: {use.room.reasons()}")
+            self.yard.note("T7", f"nobody has ended {use}, and it is {states}: {use.room.reasons()}")
         try:
             self.yard.settle(use.room)
         except Stuck as error:

@@ -112,8 +112,9 @@ class Pair:
             self.target.accept(pool, pages)
 
     def intact(self) -> None:
-        """Every byte of both sides is what it must be."""
+        """Every byte of both sides is what it must be; in the end, since that it is so at once is a rule of its own (R6)."""
         self.source.intact()
+        self.target.gets_right()
         self.target.intact()
 
     def transfer(self, mine: Pages | None = None, theirs: Pages | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,8 +116,7 @@ class Bare:
 
     def intact(self) -> None:
         """Every byte of both sides is what it must be; in the end, since that it is so at once is a rule of its own (R6)."""
-        with suppress(AssertionError):
-            until(lambda: not any(self.decode.memory.wrong(spec.name) for spec in self.decode.memory.specs), "all bytes are there")
+        self.decode.memory.gets_right()
         self.prefill.memory.intact()
         self.decode.memory.intact()
 

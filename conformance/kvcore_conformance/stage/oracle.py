@@ -7,19 +7,22 @@ between guard bytes. Nothing outside the pages that a room listed may ever chang
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcore_conformance.stage.driver import PoolSpec
+from kvcore_conformance.stage.driver import PoolSpec, until
 
 Bytes = npt.NDArray[np.uint8]
 Pages = Mapping[str, Sequence[int]]
 
 GUARD = 4096
 """Bytes before and after each region."""
+LATE_S = 1.0
+"""How long late bytes are waited for."""
 FILL = 0xA5
 """Every byte that nobody has written."""
 
@@ -75,6 +78,11 @@ class Memory:
     def changed(self, pool: str) -> list[int]:
         """Pages that are not all FILL."""
         return [int(page) for page in np.flatnonzero((self.pages(pool) != FILL).any(axis=(0, 2)))]
+
+    def gets_right(self) -> None:
+        """Wait until every byte is what is expected, but not for long: what is late may still come."""
+        with suppress(AssertionError):
+            until(lambda: not any(self.wrong(pool) for pool in self._whole), "all bytes are there", LATE_S)
 
     def intact(self) -> None:
         """Fail unless every byte of every pool is what is expected."""

@@ -97,6 +97,18 @@ def test_c2_the_backend_may_clear_a_room_any_number_of_times(bare: Bare, when: s
     bare.prefill.do("clear", room)
 
 
+@rule("T7")
+def test_t7_abort_and_clear_of_a_room_end_no_other_ones_tickets(bare: Bare) -> None:
+    room, other = under_way(bare, "big"), number()
+    bare.prefill.post("other", other, bare.to, ALL, times=5)
+    bare.prefill.do("abort", "big")
+    bare.prefill.do("clear", room)
+    states = bare.prefill.ends("other")
+    assert set(brief(states)) == {"done"}, f"a room was aborted and cleared, and another's tickets ended as {brief(states)}"
+    bare.prefill.do("clear", other)
+    bare.rests()
+
+
 @rule("B4")
 def test_b4_the_backend_holds_nothing_of_a_room_that_was_cleared(bare: Bare) -> None:
     rooms = [number() for _ in range(3)]

@@ -27,13 +27,14 @@ class Sloppy(Animal):
 
 
 class Edgy(Animal):
-    """The very last page of a pool is written one page too low."""
+    """The very last page of a pool, where it travels alone, is written one page too low."""
 
     name = "zoo-edgy"
 
     def _send(self, job: Job) -> TicketState:
         sizes = np.array([len(view) for _, view in self._memory], np.uint64)
         ends = job.transfer.remote_offset + job.transfer.length == sizes[job.transfer.remote_region]
+        ends &= job.transfer.length <= 8192
         if ends.any():
             offset = np.where(ends & (job.transfer.remote_offset >= job.transfer.length), job.transfer.remote_offset - job.transfer.length,
                               job.transfer.remote_offset)  # fmt: skip
@@ -42,10 +43,11 @@ class Edgy(Animal):
 
 
 class Narrow(Animal):
-    """Offsets are taken for 16 bits: right for small pools only."""
+    """Of many descriptors the offsets are taken for 20 bits: right for small pools only."""
 
     name = "zoo-narrow"
 
     def _send(self, job: Job) -> TicketState:
-        job.transfer = replace(job.transfer, local_offset=job.transfer.local_offset & np.uint64(0xFFFF_F))
+        if job.transfer.length.size > 16:
+            job.transfer = replace(job.transfer, local_offset=job.transfer.local_offset & np.uint64(0xFFFFF))
         return super()._send(job)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvcore import TicketKind, TicketState, Transfer, hookimpl
+from kvcore import TicketState, Transfer, hookimpl
 from kvcore.backends.local import Job
-from kvcore.hookspecs import PENDING
 from kvcore.states import RoomKey
 from kvcore_zoo.animal import Animal
 
@@ -72,14 +71,14 @@ class Hoarder(Animal):
 
 
 class Sticky(Animal):
-    """Abort waits for the engine, half a second."""
+    """Abort waits for the engine, a tenth of a second."""
 
     name = "zoo-sticky"
 
     @hookimpl
     def kvcore_abort(self, room: RoomKey, tickets: Sequence[Job]) -> None:
         super().kvcore_abort(room, tickets)
-        _never.wait(0.5)
+        _never.wait(0.1)
 
 
 class Quitter(Animal):
@@ -122,28 +121,6 @@ class Deaf(Animal):
     @hookimpl
     def kvcore_abort(self, room: RoomKey, tickets: Sequence[Job]) -> None:
         pass
-
-
-class Brisk(Animal):
-    """A cleared room's tickets that still run are reported failed at once, and go on writing."""
-
-    name = "zoo-brisk"
-
-    @hookimpl
-    def kvcore_clear(self, room: RoomKey) -> None:
-        for job in [job for job in list(self._jobs) if job.transfer.room == room and job.state is PENDING]:
-            job.state = TicketState(TicketKind.FAILED, "cleared", quiescent=True)
-        self._jobs = {job for job in self._jobs if job.transfer.room != room}
-
-
-class Amnesiac(Animal):
-    """Does not list what it holds."""
-
-    name = "zoo-amnesiac"
-
-    @hookimpl
-    def kvcore_held_rooms(self) -> list[RoomKey]:
-        return []
 
 
 class Squirrel(Animal):
