@@ -87,6 +87,8 @@ class Engine:
         self._orders: deque[Callable[[], None]] = deque()
         self._bell = threading.Event()
         self._over = self._stuck = False
+        self.abort_s = 0.0
+        """Seconds that ``kvcore_abort`` took last."""
         self._thread = threading.Thread(target=self._run, name="kvcore-progress", daemon=True)
 
     # --- slow hooks
@@ -282,7 +284,9 @@ class Engine:
         for part in batch.parts:
             if part.due is not None:
                 part.due, part.state = None, NEVER_POSTED
+        began = time.monotonic()
         self._hooks.kvcore_abort(room=batch.room, tickets=batch.tickets)
+        self.abort_s = time.monotonic() - began
 
     def _clear(self, key: RoomKey) -> None:
         for name in [name for name, batch in self._batches.items() if batch.room == key]:

@@ -71,14 +71,14 @@ class Hoarder(Animal):
 
 
 class Sticky(Animal):
-    """Abort waits for the engine, a tenth of a second."""
+    """Abort waits for the engine, half a second."""
 
     name = "zoo-sticky"
 
     @hookimpl
     def kvcore_abort(self, room: RoomKey, tickets: Sequence[Job]) -> None:
         super().kvcore_abort(room, tickets)
-        _never.wait(0.1)
+        _never.wait(0.5)
 
 
 class Quitter(Animal):
@@ -124,7 +124,7 @@ class Deaf(Animal):
 
 
 class Squirrel(Animal):
-    """Remembers every aborted room with a megabyte each, and does not say so."""
+    """Remembers every room that was cleared with a megabyte each, and does not say so."""
 
     name = "zoo-squirrel"
 
@@ -133,6 +133,6 @@ class Squirrel(Animal):
         self._nuts: list[bytearray] = []
 
     @hookimpl
-    def kvcore_abort(self, room: RoomKey, tickets: Sequence[Job]) -> None:
+    def kvcore_clear(self, room: RoomKey) -> None:
         self._nuts.append(bytearray(b"\1" * (1 << 20)))
-        super().kvcore_abort(room, tickets)
+        super().kvcore_clear(room)
