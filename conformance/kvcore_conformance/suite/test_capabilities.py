@@ -84,6 +84,18 @@ def test_r3_what_is_called_quiescent_after_abort_writes_no_more(bare: Bare) -> N
     bare.rests()
 
 
+@rule("R3")
+def test_r3_what_is_refused_when_much_is_under_way_is_not_written(bare: Bare) -> None:
+    room = number()
+    bare.prefill.post("much", room, bare.to, ALL, times=2 * MANY)
+    states = bare.prefill.ends("much")
+    if all(kind == "done" or quiescent for kind, quiescent, _ in states):
+        late = bare.written()
+        assert not late, f"all tickets had ended ({brief(states)}), and pages {late} were written after that"
+    bare.prefill.do("clear", room)
+    bare.rests()
+
+
 @rule("C2")
 @pytest.mark.parametrize("when", ["never posted", "done", "running"])
 def test_c2_the_backend_may_clear_a_room_any_number_of_times(bare: Bare, when: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvcore import TicketKind, TicketState, Transfer, hookimpl
 from kvcore.backends.local import Job
-from kvcore.hookspecs import DONE, PENDING, RETRY, NothingPosted
+from kvcore.hookspecs import DONE, PENDING, NothingPosted
 from kvcore.states import RoomKey
 from kvcore_zoo.animal import Animal
 
@@ -56,46 +56,22 @@ class Calm(Animal):
 
     def _write(self, link):  # type: ignore[no-untyped-def]
         while (job := link.jobs.get()) is not None:
-            _never.wait(0.3 if job.transfer.nbytes > LARGE else 0.0)
+            _never.wait(0.02 if job.transfer.nbytes > LARGE else 0.0)
             job.begun = True
             state = self._send(job)
             job.state = state if job.state is PENDING else job.state
 
 
 class Unposted(Animal):
-    """A refusal says that nothing was posted, when some of it was: of many descriptors, the first time."""
+    """When much is under way it says that nothing of a transfer was posted, and has posted it."""
 
     name = "zoo-unposted"
-    refused = False
 
     @hookimpl
     def kvcore_transfer(self, transfer: Transfer) -> Job | TicketState:
         ticket = super().kvcore_transfer(transfer)
-        if transfer.length.size > 8 and not self.refused:
-            self.refused = True
-            raise NothingPosted("no room in the queue")
-        return ticket
-
-    def _send(self, job: Job) -> TicketState:
-        _never.wait(0.2 if self.refused and job.transfer.length.size > 8 else 0.0)
-        return super()._send(job)
-
-
-class Repeater(Animal):
-    """Answers RETRY for what it has posted all the same, once a room."""
-
-    name = "zoo-repeater"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._met: set[RoomKey] = set()
-
-    @hookimpl
-    def kvcore_transfer(self, transfer: Transfer) -> Job | TicketState:
-        ticket = super().kvcore_transfer(transfer)
-        if transfer.length.size > 8 and transfer.room not in self._met:
-            self._met.add(transfer.room)
-            return RETRY
+        if len(self._jobs) > 120:
+            raise NothingPosted("the queue is full")
         return ticket
 
 

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 
-from kvcore import BackendInfo, Region, TicketKind, TicketState, Transfer, hookimpl
-from kvcore.backends.local import Job, LocalOptions
+from kvcore import BackendInfo, TicketKind, TicketState, Transfer, hookimpl
+from kvcore.backends.local import Job
 from kvcore_zoo.animal import Animal
 
 _never = threading.Event()
-
-
-class LaxOptions(LocalOptions, extra="ignore", frozen=True):
-    """Takes options that it does not know."""
-
-
-class Lax(Animal):
-    """Options with a typing error are ignored."""
-
-    name = "zoo-lax"
-
-    @hookimpl
-    def kvcore_backend_info(self) -> BackendInfo:
-        return replace(super().kvcore_backend_info(), options=LaxOptions)
 
 
 class Slow(Animal):
@@ -50,32 +36,21 @@ class Greedy(Animal):
         return super().kvcore_transfer(transfer)
 
 
-class Halves(Animal):
-    """A registration that fails keeps the regions that came before the bad one."""
-
-    name = "zoo-halves"
-
-    @hookimpl
-    def kvcore_register(self, regions: Sequence[Region]) -> None:
-        for one in regions:
-            super().kvcore_register([one])
-
-
 class Once(Animal):
-    """Cannot be opened a second time in a process, and does not declare that."""
+    """Cannot be opened again once it was closed, and does not declare that."""
 
     name = "zoo-once"
-    opened = 0
+    closed = False
 
     @hookimpl
     def kvcore_open(self, options, context):  # type: ignore[no-untyped-def]
-        if type(self).opened:
+        if self.closed:
             raise RuntimeError("engine already initialised")
         super().kvcore_open(options, context)
 
     @hookimpl
     def kvcore_close(self) -> None:
-        type(self).opened += 1
+        self.closed = True
         super().kvcore_close()
 
 
@@ -106,11 +81,12 @@ class Eager(Animal):
         return super().kvcore_backend_info()
 
 
-class Everything(Animal):
-    """Declares kinds of memory that it cannot move, and takes them."""
+class Leaky(Animal):
+    """Every transfer leaves a file descriptor open."""
 
-    name = "zoo-everything"
+    name = "zoo-leaky"
 
     @hookimpl
-    def kvcore_register(self, regions: Sequence[Region]) -> None:
-        super().kvcore_register([replace(one, device="cpu") for one in regions])
+    def kvcore_transfer(self, transfer: Transfer) -> Job | TicketState:
+        os.open(os.devnull, os.O_RDONLY)
+        return super().kvcore_transfer(transfer)

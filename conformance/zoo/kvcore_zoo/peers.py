@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 
@@ -34,6 +33,11 @@ class Loyal(Animal):
         if peer.id in self._links:
             self._old[peer.id] = self._links[peer.id]
 
+    @hookimpl
+    def kvcore_close(self) -> None:
+        self._old.clear()
+        super().kvcore_close()
+
 
 class Boastful(Animal):
     """Disconnect says that nothing is written here any more, and cuts nothing."""
@@ -45,17 +49,6 @@ class Boastful(Animal):
         if self._context.side != "decode":
             return super().kvcore_disconnect(peer)
         return True
-
-
-class Immortal(Animal):
-    """Declares that a dead writer writes no more, while its last bytes wait here in a socket; and disconnect proves nothing."""
-
-    name = "zoo-immortal"
-    able = {"needs_process_to_write": True, "fences_on_disconnect": False}  # noqa: RUF012
-
-    @hookimpl
-    def kvcore_disconnect(self, peer: str) -> bool:
-        return super().kvcore_disconnect(peer) if self._context.side != "decode" else False
 
 
 class Trusting(Animal):
@@ -86,17 +79,6 @@ class Patient(Animal):
                 if time.monotonic() > until:
                     raise
                 _never.wait(0.1)
-
-
-class Leaky(Animal):
-    """Every connect leaves a file descriptor open."""
-
-    name = "zoo-leaky"
-
-    @hookimpl
-    def kvcore_connect(self, peer: Peer) -> None:
-        super().kvcore_connect(peer)
-        os.open(os.devnull, os.O_RDONLY)
 
 
 class Careless(Animal):
