@@ -1,6 +1,6 @@
 """The one thread on which everything HTTP happens: the bootstrap service, its clients and the admin port.
 
-Importing this module imports no HTTP library; that happens when the first server or request starts (``kvcore.http_io``).
+Importing this module imports no HTTP library; that happens on the thread, when it starts (``kvcore.http_io``).
 """
 
 from __future__ import annotations
@@ -161,6 +161,8 @@ class HttpThread:
         assert loop is not None
         asyncio.set_event_loop(loop)
         try:
+            import kvcore.http_io  # now, or a manager's first room waits for it  # noqa: F401
+
             loop.run_forever()
             loop.run_until_complete(self._close())
         finally:

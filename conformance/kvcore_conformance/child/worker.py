@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 import kvcore
+import kvcore.http_io  # which a manager imports when it starts: here it is done ahead of that
 from kvcore.faults import ControlTap, FaultPlan
 from kvcore.hookspecs import Event
 from kvcore.registry import plugin_manager
@@ -32,7 +33,7 @@ from kvcore_conformance.child.crowd import Stall, Watch, together
 from kvcore_conformance.child.pretence import pretending
 from kvcore_conformance.child.sight import Sight
 
-STEP_S = 0.005
+STEP_S = 0.001
 
 
 class Gate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass, field
 from importlib import resources
@@ -35,6 +36,7 @@ class Rule:
         return ", ".join(f"{name}={value}" for name, value in self.lifted_by.items() if getattr(able, name) is value)
 
 
+@functools.cache
 def rules() -> dict[str, Rule]:
     """All of them by id, in the contract's order."""
     text = resources.files(__name__).joinpath(f"{CONTRACT}.toml").read_text(encoding="utf-8")

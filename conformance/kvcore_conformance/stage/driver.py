@@ -22,7 +22,7 @@ from kvcore_conformance.report.model import Story
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 ANSWER_S = 20.0
 """How long a child may take for an answer, beyond the waiting that the command itself asks for."""
-STEP_S = 0.01
+STEP_S = 0.002
 SPARE = 2
 """Children of a crew that are started ahead."""
 

@@ -54,7 +54,8 @@ class Memory:
         random = np.random.default_rng(seed)
         for name in self._whole:
             inner = self.pages(name)
-            inner[:] = random.integers(0, FILL, inner.shape, np.uint8)
+            inner[:] = np.frombuffer(random.bytes(inner.size), np.uint8).reshape(inner.shape)
+            inner[inner == FILL] = 0
             self._expected[name][:] = self._whole[name]
 
     def expect(self, pool: str, pages: Sequence[int], content: Bytes) -> None:
