@@ -18,10 +18,11 @@ PYTEST_SLOW := $(BIN)/python -m pytest --timeout 1800
 STAMP := $(VENV)/.installed
 PLUGIN_STAMPS := $(ENGINES:%=$(STAMP)-%)
 
+ENGINE_RUNS := own-nixl own-mooncake core-nixl core-nixl-tcp core-mooncake kit-nixl kit-nixl-tcp kit-mooncake
 # The conformance kit over one backend.
 KIT := $(BIN)/kvcore-conformance --report build/conformance
 
-.PHONY: demo test test-example test-engines test-slow slow-core slow-engines lint format bench install clean
+.PHONY: demo test test-example test-engines test-slow slow-core slow-engines mutation lint format bench install install-engines clean $(ENGINE_RUNS)
 
 demo: $(STAMP) $(filter $(STAMP)-$(BACKEND),$(PLUGIN_STAMPS))
 	$(BIN)/kvcore demo --backend $(BACKEND) $(ARGS)
@@ -31,15 +32,33 @@ test: lint
 	$(if $(ARGS),,$(KIT)/local --backend local --profile quick)
 
 # Each run is of processes of its own: an engine reads its environment once. The core's tests over an engine are those with its name in
-# their parameters; over TCP writes of nixl are really in flight. What is left out here is in slow-engines.
-test-engines: $(PLUGIN_STAMPS)
-	$(PYTEST) plugins/kvcore-nixl/tests
-	$(PYTEST) plugins/kvcore-mooncake/tests
-	KVCORE_TEST_BACKENDS=nixl UCX_TLS=tcp $(PYTEST) -k nixl tests/cases tests/test_concurrency.py tests/test_processes.py
-	KVCORE_TEST_BACKENDS=nixl $(PYTEST) -k nixl tests/test_concurrency.py tests/test_rooms.py tests/test_demo.py
-	KVCORE_TEST_BACKENDS=mooncake $(PYTEST) -k mooncake tests/cases tests/test_concurrency.py tests/test_demo.py
+# their parameters; over TCP writes of nixl are really in flight. What is left out here is in slow-engines. With -j2, after
+# install-engines, two run at a time.
+CONCURRENCY := tests/test_concurrency.py
+
+install-engines: $(PLUGIN_STAMPS)
+
+test-engines: $(ENGINE_RUNS)
+
+own-%: $(PLUGIN_STAMPS)
+	$(PYTEST) plugins/kvcore-$*/tests
+
+core-nixl: $(PLUGIN_STAMPS)
+	KVCORE_TEST_BACKENDS=nixl $(PYTEST) -k nixl $(CONCURRENCY)
+
+core-nixl-tcp: $(PLUGIN_STAMPS)
+	KVCORE_TEST_BACKENDS=nixl UCX_TLS=tcp $(PYTEST) -k nixl $(CONCURRENCY) tests/cases/test_k01_told.py tests/cases/test_k03_memory.py
+
+core-mooncake: $(PLUGIN_STAMPS)
+	KVCORE_TEST_BACKENDS=mooncake $(PYTEST) -k mooncake $(CONCURRENCY)
+
+kit-nixl: $(PLUGIN_STAMPS)
 	$(KIT)/nixl --backend nixl --profile quick
+
+kit-nixl-tcp: $(PLUGIN_STAMPS)
 	UCX_TLS=tcp $(KIT)/nixl-tcp --backend nixl --profile quick
+
+kit-mooncake: $(PLUGIN_STAMPS)
 	$(KIT)/mooncake --backend mooncake --profile quick
 
 # examples/kvcore-shm as a third party's plugin: from its wheel, in an environment of its own, held to the contract.
@@ -62,6 +81,10 @@ slow-engines: $(PLUGIN_STAMPS)
 	$(KIT)/nixl --backend nixl --soak 2
 	UCX_TLS=tcp $(KIT)/nixl-tcp --backend nixl --soak 2
 	$(KIT)/mooncake --backend mooncake --soak 2
+
+# Faults in the core one by one, about half an hour: does the kit see them?
+mutation: $(STAMP)
+	PYTHONPATH=. $(BIN)/python conformance/tests/mutation.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
