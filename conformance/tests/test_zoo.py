@@ -31,7 +31,7 @@ CAUGHT = {
     "zoo-squirrel": "B4",
     "zoo-hasty": "R6",
     "zoo-dropper": "R6 T1",
-    "zoo-calm": "R2 R3 R5",
+    "zoo-calm": "R3",
     "zoo-unposted": "R3",
     "zoo-shuffled": "R6",
     "zoo-forgetful": "A5 C4 C7 R2 R5",  # nothing of an aborted room ever ends: its pages and its number are never free
@@ -50,7 +50,10 @@ CAUGHT = {
 }
 """By backend: the rules that it breaks. More than one where its fault breaks more than one."""
 
-ALWAYS = ("zoo-touchy", "zoo-calm")
+ALSO = {"zoo-calm": "R2 R5"}
+"""What may fail as well: it does where the write is still under way when the test looks."""
+
+ALWAYS = ("zoo-touchy", "zoo-quitter")
 """Those of every test run; the others are slow in sum."""
 
 
@@ -68,4 +71,5 @@ def test_the_kit_names_what_it_breaks_and_nothing_else(name: str, tmp_path: Path
     assert ended.returncode == (1 if CAUGHT[name] else 0), ended.stdout[-2000:] + ended.stderr[-2000:]
     report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     failed = {rule["id"]: [check["name"] for check in rule["checks"] if not check["passed"]] for rule in report["rules"]}
-    assert {rule for rule, checks in failed.items() if checks} == set(CAUGHT[name].split()), {k: v for k, v in failed.items() if v}
+    found = {rule for rule, checks in failed.items() if checks} - set(ALSO.get(name, "").split())
+    assert found == set(CAUGHT[name].split()), {rule: checks for rule, checks in failed.items() if checks}
