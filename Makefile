@@ -40,17 +40,17 @@ install-engines: $(PLUGIN_STAMPS)
 
 test-engines: $(ENGINE_RUNS)
 
-own-%: $(PLUGIN_STAMPS)
+own-nixl own-mooncake: own-%: $(PLUGIN_STAMPS)
 	$(PYTEST) plugins/kvcore-$*/tests
 
 core-nixl: $(PLUGIN_STAMPS)
 	KVCORE_TEST_BACKENDS=nixl $(PYTEST) -k nixl $(CONCURRENCY)
 
 core-nixl-tcp: $(PLUGIN_STAMPS)
-	KVCORE_TEST_BACKENDS=nixl UCX_TLS=tcp $(PYTEST) -k nixl $(CONCURRENCY) tests/cases/test_k01_told.py tests/cases/test_k03_memory.py
+	KVCORE_TEST_BACKENDS=nixl UCX_TLS=tcp $(PYTEST) -k nixl $(CONCURRENCY) tests/cases
 
 core-mooncake: $(PLUGIN_STAMPS)
-	KVCORE_TEST_BACKENDS=mooncake $(PYTEST) -k mooncake $(CONCURRENCY)
+	KVCORE_TEST_BACKENDS=mooncake $(PYTEST) -k mooncake $(CONCURRENCY) tests/cases/test_k01_told.py tests/cases/test_k03_memory.py
 
 kit-nixl: $(PLUGIN_STAMPS)
 	$(KIT)/nixl --backend nixl --profile quick
