@@ -5,6 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from kvcore_conformance.stage.driver import Child, stays
+
+WINDOWS = 3
+"""How often idle processes are looked at: what else a machine does can only add to what they take."""
+
 
 class Footprint(NamedTuple):
     """Threads, file descriptors, and resident KiB of memory."""
@@ -28,3 +33,13 @@ class Footprint(NamedTuple):
     def plus(self, threads: int, descriptors: int, resident: int) -> Footprint:
         """With a margin."""
         return Footprint(self.threads + threads, self.descriptors + descriptors, self.resident + resident)
+
+
+def idle_s(*children: Child, seconds: float) -> float:
+    """CPU seconds that the busiest of some idle processes takes in a stretch of time; the least of a few stretches."""
+    found = list[float]()
+    for _ in range(WINDOWS):
+        before = [child.work("cpu_s") for child in children]
+        stays(lambda: all(child.running for child in children), "the processes run", seconds)
+        found.append(max(child.work("cpu_s") - was for child, was in zip(children, before, strict=True)))
+    return min(found)

@@ -69,6 +69,7 @@ class MooncakeBackend:
         self._engine: Any = None
         self._remotes: dict[str, Remote] = {}
         self._opened: dict[str, tuple[str, int]] = {}  # by address: who was last there, and how many before
+        self._left: dict[str, Remote] = {}  # by name: peers that were forgotten, and may still have connections
         self._jobs: set[Job] = set()
         self._regions: list[Region] = []
 
@@ -129,6 +130,7 @@ class MooncakeBackend:
         with self._lock:  # a peer that is connected again, or has writes in flight, is the one it was
             known = [*self._remotes.values(), *(job.remote for job in self._jobs)]
             self._remotes[peer.id] = next((one for one in known if one.name == name), None) or Remote(name)
+            self._left.pop(name, None)
 
     @hookimpl
     def kvcore_disconnect(self, peer: str) -> bool:
@@ -139,8 +141,9 @@ class MooncakeBackend:
             for job in jobs:
                 job.cancelled = True
             idle = self._ended.wait_for(lambda: all(self._look(job) is not PENDING for job in jobs), LEAVE_S)
-        if remote is not None and remote.linked and self._regions:
-            self._hang_up(remote)
+        self._left |= {remote.name: remote} if remote is not None and remote.linked and self._regions else {}
+        for gone in [one for one in self._left.values() if not _listens(one.name)]:
+            self._hang_up(self._left.pop(gone.name))
         return idle and self._context.side == "prefill"
 
     @hookimpl
@@ -197,7 +200,7 @@ class MooncakeBackend:
     def kvcore_close(self) -> None:
         """Stop the engine; writes that still run go with it. ``RuntimeError`` if a call of it has not returned, which keeps it alive."""
         with self._lock:
-            self._remotes.clear()
+            self._remotes, self._left = {}, {}
             for job in self._jobs:
                 job.cancelled = True
             if not self._ended.wait_for(lambda: not any(job.unposted for job in self._jobs), CLOSE_S):
@@ -237,7 +240,8 @@ class MooncakeBackend:
         return None
 
     def _hang_up(self, remote: Remote) -> None:
-        """Have the engine close its connections to a peer, which it does when one fails: by writes that every engine refuses."""
+        """Have the engine close its connections to a peer that is gone, which it does when one fails: by writes that no engine takes. To
+        one that lives they stay: it may be connected again, and what it is sent must not meet a connection that is being closed."""
         lanes = 16 if "MC_TCP_LANES_PER_PEER" in os.environ else 4  # the most it allows; what it has by itself
         writes = [self._engine.transfer_submit_write(remote.name, self._regions[0].ptr, NOWHERE, 1) for _ in range(lanes)]
         with self._lock:
@@ -267,6 +271,16 @@ class MooncakeBackend:
             job.state = replace(job.problem or failure, quiescent=False)
         job.remote.heard = time.monotonic() if job.state is DONE else 0.0
         return job.state
+
+
+def _listens(name: str) -> bool:
+    """Whether somebody does at the port of an engine's name."""
+    try:
+        host, _, port = name.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S / 10).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _failed(reason: str, quiescent: bool = True, peer_broken: bool = False) -> TicketState:
