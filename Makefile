@@ -50,7 +50,7 @@ core-nixl-tcp: $(PLUGIN_STAMPS)
 	KVCORE_TEST_BACKENDS=nixl UCX_TLS=tcp $(PYTEST) -k nixl $(CONCURRENCY) tests/cases
 
 core-mooncake: $(PLUGIN_STAMPS)
-	KVCORE_TEST_BACKENDS=mooncake $(PYTEST) -k mooncake $(CONCURRENCY) tests/cases/test_k01_told.py tests/cases/test_k03_memory.py
+	KVCORE_TEST_BACKENDS=mooncake $(PYTEST) -k mooncake $(CONCURRENCY) tests/cases/test_k03_memory.py
 
 kit-nixl: $(PLUGIN_STAMPS)
 	$(KIT)/nixl --backend nixl --profile quick
