@@ -49,7 +49,7 @@ class Ledger:
         receiving: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._hooks, self._capabilities, self._local = FastHooks(hooks), capabilities, local
+        self._hooks, self._capabilities, self._local = FastHooks(hooks, clock), capabilities, local
         self._ticket_s, self._metrics, self._clock = ticket_s, metrics, clock
         self._peer, self._ended, self._broken, self._receiving = peer, ended, broken, receiving
         self._commands: deque[Callable[[], None]] = deque()
@@ -185,7 +185,7 @@ class Ledger:
         for _ in range(len(self._commands)):
             self._guarded(self._commands.popleft())
         if self._must_progress():
-            self._hooks.progress()
+            moved |= self._hooks.progress()
         for entry in list(self._entries.values()):
             moved |= self._post(entry, now)
         moved |= self._poll()

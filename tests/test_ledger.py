@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -44,6 +45,7 @@ class Engine:
         self.aborted: list[Ticket] = []
         self.cleared: list[RoomKey] = []
         self.poll_answer: Callable[[Sequence[Ticket]], object] | None = None
+        self.at_progress: Callable[[], object] = lambda: None
 
     def kvcore_transfer(self, *, transfer: Transfer) -> object:
         self.transfers.append(transfer)
@@ -57,6 +59,9 @@ class Engine:
         if self.poll_answer is not None:
             return self.poll_answer(tickets)
         return [self.states.get(ticket, PENDING) for ticket in tickets]  # type: ignore[call-overload]
+
+    def kvcore_progress(self) -> None:
+        self.at_progress()
 
     def kvcore_abort(self, *, room: RoomKey, tickets: Sequence[Ticket]) -> None:
         self.aborted += tickets
@@ -181,6 +186,19 @@ def test_r3_what_is_written_off_is_gone_and_its_pages_are_known(bench: Bench) ->
     wait_until(lambda: bench.ledger.tickets == 0)
     active = room.meter.read(time.monotonic()).active_s
     stays(lambda: room.meter.read(time.monotonic()).active_s == active, 0.05)
+
+
+@pytest.mark.parametrize("bench", [Capabilities(needs_progress=True)], indirect=True)
+@pytest.mark.parametrize(("works", "least", "most"), [(True, 40, math.inf), (False, 0, 40)], ids=["works", "has nothing to do"])
+def test_an_engine_that_works_is_driven_without_a_pause_between(bench: Bench, works: bool, least: float, most: float) -> None:
+    """Otherwise ever more slowly: every 20 ms in the end, about 20 times while it is counted."""
+    never, calls = threading.Event(), []
+    bench.engine.at_progress = lambda: calls.append(works and never.wait(0.0005))
+    bench.start()
+    stays(lambda: True, 0.8)
+    before = len(calls)
+    stays(lambda: True, 0.4)
+    assert least <= len(calls) - before <= most
 
 
 def test_a_ticket_that_begins_and_ends_in_one_turn_took_the_time_that_it_took(bench: Bench) -> None:
