@@ -16,12 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcore_conformance.stage.driver import Child, Handle, PoolSpec, stays, until
+from kvcore_conformance.subject import Subject
 
 Side = Literal["prefill", "decode"]
 SIDES: tuple[Side, ...] = ("decode", "prefill")
@@ -42,15 +43,6 @@ SAFE_S = 20.0
 PROOF = {"liveness_s": 1.5, "ticket_s": 20.0, "quarantine_s": 60.0}
 NO_PROOF = {"liveness_s": 0.3, "ticket_s": 0.5, "quarantine_s": 1.0}
 PATIENT = {"bootstrap_s": 60.0, "input_s": 60.0, "transfer_s": 60.0}
-
-
-@dataclass(frozen=True)
-class Engine:
-    """A backend, its options, and variables of the environment that it needs to have writes in flight."""
-
-    backend: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -82,15 +74,15 @@ class Scene:
 
 
 @contextmanager
-def scene(engine: Engine, limits: Mapping[str, float]) -> Iterator[Scene]:
+def scene(subject: Subject, limits: Mapping[str, float]) -> Iterator[Scene]:
     """Two paired processes over an engine; ended with the context, whatever state they are in."""
-    config = {"backend": engine.backend, "backend_options": dict(engine.options), "limits": {**PATIENT, **limits}}
+    config = {"backend": subject.backend, "backend_options": dict(subject.options), "limits": {**PATIENT, **limits}}
     with tempfile.TemporaryDirectory(prefix="kvcore-") as folder, ExitStack() as stack:
         memory, children = list[Memory](), list[Child]()
         for side in ("prefill", "decode"):
             file = str(Path(folder, side))
             memory.append(np.memmap(file, np.uint8, "w+", shape=(PAGES, PAGE_BYTES)))
-            children.append(child := Child(engine.env))
+            children.append(child := Child(subject.env))
             stack.callback(child.end)
             child.start(side, [PoolSpec("kv", PAGES, PAGE_BYTES, layers=1, file=file), AUX], **config)
         found = Scene(children[0], children[1], memory[0], memory[1])
@@ -209,9 +201,9 @@ def _strangers(handle: Handle) -> int | None:
     return found
 
 
-def check_nothing_late(engine: Engine, sides: Sequence[Side] = SIDES) -> None:
+def check_nothing_late(subject: Subject, sides: Sequence[Side] = SIDES) -> None:
     """While a side stands still the other does not call its pages safe; after that both do, by proof, and nothing comes late."""
-    with scene(engine, PROOF) as found:
+    with scene(subject, PROOF) as found:
         for side in sides:
             caught = catch(found, side)
             _kept_waiting(caught, side)
@@ -227,10 +219,10 @@ def _kept_waiting(caught: Caught, side: Side) -> None:
     stays(lambda: not caught.living.safe_now(), f"{side} stands still in the middle of a write, and no page is safe", HOLDS_S)
 
 
-def check_any_engine(engine: Engine, side: Side, fences: bool) -> None:
+def check_any_engine(subject: Subject, side: Side, fences: bool) -> None:
     """The same of one side, over an engine of which is not known whether its writes go on without that side: a few writes are frozen,
     wherever each is then. ``fences``: the living side may prove by itself that nothing of the other can arrive."""
-    with scene(engine, PROOF) as found:
+    with scene(subject, PROOF) as found:
         for _ in range(LOOKS):
             caught, seen = _strike(found, side)
             if not _in_the_middle(found, *seen):
@@ -246,9 +238,9 @@ def check_any_engine(engine: Engine, side: Side, fences: bool) -> None:
             caught.clear()
 
 
-def check_late_is_seen(engine: Engine, sides: Sequence[Side] = SIDES) -> None:
+def check_late_is_seen(subject: Subject, sides: Sequence[Side] = SIDES) -> None:
     """With limits that do not wait for proof the living side gives its pages up, says and counts that, and bytes come late."""
-    with scene(engine, NO_PROOF) as found:
+    with scene(subject, NO_PROOF) as found:
         for side in sides:
             caught = catch(found, side)
             before = caught.living.child.work("stats")["released_unproven"]

@@ -8,7 +8,7 @@ from kvcore import Capabilities
 from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.arena import LIMITS, Pair, Room, number, paired
 from kvcore_conformance.stage.driver import SOON_S, Crew, stays
-from kvcore_conformance.stage.frozen import Engine, check_any_engine
+from kvcore_conformance.stage.frozen import check_any_engine
 from kvcore_conformance.stage.oracle import FILL
 from kvcore_conformance.stage.safety import become_safe, fenced
 from kvcore_conformance.subject import Subject
@@ -66,18 +66,13 @@ def test_r4_a_write_to_a_killed_reader_is_over_by_evidence_or_by_limit(crew: Cre
 @rule("R4")
 @full
 def test_r4_nothing_comes_late_from_a_writer_that_stood_still(kvcore_subject: Subject, able: Capabilities) -> None:
-    check_any_engine(engine(kvcore_subject), "prefill", fences=fenced(able, gone=False))
+    check_any_engine(kvcore_subject, "prefill", fences=fenced(able, gone=False))
 
 
 @rule("R5")
 @full
 def test_r5_nothing_comes_late_to_a_reader_that_stood_still(kvcore_subject: Subject) -> None:
-    check_any_engine(engine(kvcore_subject), "decode", fences=False)
-
-
-def engine(subject: Subject) -> Engine:
-    """The subject, as ``frozen`` has it."""
-    return Engine(subject.backend, subject.options, subject.env)
+    check_any_engine(kvcore_subject, "decode", fences=False)
 
 
 # --- R7

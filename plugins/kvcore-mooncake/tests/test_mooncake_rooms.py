@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from kvcore_conformance import Subject
 from kvcore_conformance.stage.driver import SOON_S, Child, PoolSpec, free_port, until
 from kvcore_conformance.stage.footprint import idle_s
-from kvcore_conformance.stage.frozen import Engine, check_late_is_seen, check_nothing_late
+from kvcore_conformance.stage.frozen import check_late_is_seen, check_nothing_late
 from kvcore_mooncake.backend import ABLE
 from mooncake_pair import resources
 
@@ -32,11 +33,11 @@ with duo("mooncake") as pair:
 
 
 def test_r3_r5_nothing_comes_late_from_or_to_a_peer_that_stands_still() -> None:
-    check_nothing_late(Engine("mooncake"))
+    check_nothing_late(Subject("mooncake"))
 
 
 def test_what_comes_late_without_proof_is_seen() -> None:
-    check_late_is_seen(Engine("mooncake"))
+    check_late_is_seen(Subject("mooncake"))
 
 
 def test_more_descriptors_than_the_engine_takes_at_once() -> None:

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kvcore_conformance import Subject
 from kvcore_conformance.stage.driver import SOON_S, Child, Crew, PoolSpec, free_port, until
 from kvcore_conformance.stage.footprint import idle_s
-from kvcore_conformance.stage.frozen import Engine, check_late_is_seen, check_nothing_late
+from kvcore_conformance.stage.frozen import check_late_is_seen, check_nothing_late
 
 from tests.helpers import ROOT
 
@@ -59,11 +60,11 @@ def holds_nothing(child: Child, peers: int) -> None:
 
 
 def test_r3_nothing_comes_late_from_or_to_a_process_that_stood_still() -> None:
-    check_nothing_late(Engine("nixl", env=TCP))
+    check_nothing_late(Subject("nixl", env=TCP))
 
 
 def test_the_test_of_that_test() -> None:
-    check_late_is_seen(Engine("nixl", env=TCP))
+    check_late_is_seen(Subject("nixl", env=TCP))
 
 
 @pytest.mark.parametrize("role", ["prefill", "both"])
