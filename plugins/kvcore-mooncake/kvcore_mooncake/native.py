@@ -12,10 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import msgspec
-
 from kvcore.addresses import Address
-from kvcore.errors import BackendLoadError, ConfigError, cause, one_line, shown
+from kvcore.environment import set_variables
+from kvcore.errors import BackendLoadError, ConfigError, cause, one_line
 from kvcore.hookspecs import Fact, OpenContext
 from kvcore_mooncake.options import P2P, MooncakeOptions
 
@@ -28,7 +27,6 @@ MEMORY = {"SUPPORT_CUDA": ("cuda",), "SUPPORT_HIP": ("cuda", "rocm")}
 PROTOCOLS = {"SUPPORT_HIP": "hip", "SUPPORT_MNNVL": "nvlink", "SUPPORT_INTRA_NVLINK": "nvlink_intra", "SUPPORT_MUSA": "musa"}
 CODES = {-1: "invalid argument", -3: "not registered", -7: "overlaps what is registered", -101: "unknown name", -102: "no connection"}
 NEEDED = {"MC_TCP_ENABLE_CONNECTION_POOL": "1", "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535", "MC_TCP_PROTO": "2"}
-OURS = "KVCORE_MOONCAKE_SET"  # variables that were set here, also if a process inherits them
 TIMEOUTS = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC")
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
@@ -111,22 +109,8 @@ def _wanted(options: MooncakeOptions, host: str) -> dict[str, str]:
 
 
 def _prepare_environment(wanted: dict[str, str], log: logging.Logger) -> None:
-    """Set what is wanted, in place of what an earlier engine here wanted. What the process has set itself stays, or is an error."""
-    noted = os.environ.get(OURS, "{}")
-    try:
-        ours = msgspec.json.decode(noted, type=dict[str, str])
-    except ValueError as error:
-        raise ConfigError(f"{OURS}={shown(noted)} is not what this backend notes there ({cause(error)}); unset it") from error
-    for name in set(ours) - set(wanted):
-        if ours.pop(name) == os.environ.get(name):
-            del os.environ[name]
-    for name, value in wanted.items():
-        present = os.environ.get(name)
-        if present is None or present == ours.get(name) != value:
-            os.environ[name] = ours[name] = value
-        elif present != value:
-            log.info("%s=%s of the process wins over %s", name, present, value)
-    os.environ[OURS] = msgspec.json.encode(ours).decode()
+    """Set what is wanted. What the process has set itself stays, or is an error."""
+    set_variables("mooncake", wanted, log)
     if wrong := " and ".join(f"{name}={os.environ[name]}" for name, value in NEEDED.items() if os.environ[name] != value):
         raise ConfigError(f"with {wrong} writes stall, fail, or are called done before their bytes are in place; unset it")
     if "MC_FORCE_TCP" in os.environ and "MC_FORCE_HCA" in os.environ:

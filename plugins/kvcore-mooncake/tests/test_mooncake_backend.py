@@ -525,7 +525,7 @@ def test_options_reach_the_engine_and_what_the_process_has_set_wins(
     scene.node(timeout_s=78)
     assert os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "78" and "MC_SLICE_SIZE" not in os.environ
     assert "of the process wins over 78" not in caplog.text
-    here = json.loads(os.environ[native.OURS])
+    here = json.loads(os.environ["MOONCAKE_SET_BY_KVCORE"])
     assert "MC_TCP_LANES_PER_PEER" not in here and here["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "78"
 
 
@@ -549,7 +549,7 @@ def test_options_reach_the_engine_and_what_the_process_has_set_wins(
             kvcore.BackendLoadError,
             "http://.*code -1.*correct these",
         ),
-        ("KVCORE_MOONCAKE_SET", "odd", {}, kvcore.ConfigError, "KVCORE_MOONCAKE_SET='odd' is not what this backend notes .*; unset it"),
+        ("MOONCAKE_SET_BY_KVCORE", "odd", {}, kvcore.ConfigError, "MOONCAKE_SET_BY_KVCORE='odd' is not what kvcore notes .*; unset it"),
     ],
 )
 def test_an_environment_or_options_that_cannot_work_stop_the_start(

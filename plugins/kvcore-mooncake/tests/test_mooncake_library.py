@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import socket
@@ -20,7 +19,7 @@ from kvcore_mooncake import native
 from kvcore_mooncake.backend import MooncakeBackend
 from kvcore_mooncake.options import P2P, MooncakeOptions
 
-from kvcore import BackendLoadError, ConfigError
+from kvcore import BackendLoadError
 from kvcore.errors import BackendOptionsError
 from kvcore.registry import validated_options
 from tests.commands import kvcore
@@ -202,13 +201,6 @@ def test_b2_a_metadata_server_that_would_end_the_process_is_refused(server: str)
 @pytest.mark.parametrize("server", [P2P, "etcd://a:2379", "http://a:1/b", "https://a/b"])
 def test_a_metadata_server_that_mooncake_knows_is_taken(server: str) -> None:
     assert MooncakeOptions(metadata_server=server).metadata_server == server
-
-
-@pytest.mark.parametrize("noted", ["", "odd", "[1]", '{"MC_X": 1}', "null", "{"])
-def test_b2_a_note_of_variables_that_is_not_ours_is_named(monkeypatch: pytest.MonkeyPatch, noted: str) -> None:
-    monkeypatch.setenv(native.OURS, noted)
-    with pytest.raises(ConfigError, match="^KVCORE_MOONCAKE_SET=.* is not what this backend notes there .*; unset it$"):
-        native._prepare_environment({}, logging.getLogger("kvcore"))
 
 
 TAKEN = """

@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from kvcore.environment import set_variables
 from kvcore.errors import BackendLoadError, ConfigError, cause
 from kvcore.hookspecs import Fact
 from kvcore_nixl.options import NixlOptions
@@ -36,10 +37,7 @@ def rdma_devices() -> list[str]:
 
 def prepare_environment(wanted: dict[str, str], log: logging.Logger) -> None:
     """Set what the library reads when loaded, unless it is set. Without RDMA devices UCX's module for them would only crash the exit."""
-    for name, value in (({} if rdma_devices() else {"UCX_MODULES": "^ib"}) | wanted).items():
-        present = os.environ.setdefault(name, value)
-        if present != value:
-            log.info("%s=%s of the process wins over %s", name, present, value)
+    set_variables("nixl", ({} if rdma_devices() else {"UCX_MODULES": "^ib"}) | wanted, log)
 
 
 def load() -> tuple[Any, str]:

@@ -79,16 +79,8 @@ def test_the_rdma_module_is_left_out_only_where_there_is_no_device(
     monkeypatch.setattr(native, "RDMA_DEVICES", tmp_path)
     monkeypatch.setattr(native.os, "environ", found := {"UCX_TLS": "tcp"})
     native.prepare_environment({"UCX_LOG_LEVEL": "error"}, log)
-    assert found == {"UCX_TLS": "tcp", "UCX_LOG_LEVEL": "error"} | ({} if devices else {"UCX_MODULES": "^ib"})
-
-
-def test_what_the_process_has_set_wins_and_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(native, "RDMA_DEVICES", Path("/nowhere"))
-    monkeypatch.setattr(native.os, "environ", found := {"UCX_TLS": "tcp", "UCX_MODULES": "^cuda"})
-    with caplog.at_level(logging.INFO):
-        native.prepare_environment({"UCX_TLS": "rc"}, log)
-    assert found == {"UCX_TLS": "tcp", "UCX_MODULES": "^cuda"}
-    assert "UCX_TLS=tcp of the process wins over rc" in caplog.messages
+    set_here = ({} if devices else {"UCX_MODULES": "^ib"}) | {"UCX_LOG_LEVEL": "error"}
+    assert found == {"UCX_TLS": "tcp", "NIXL_SET_BY_KVCORE": json.dumps(set_here, separators=(",", ":"))} | set_here
 
 
 QUIET = """

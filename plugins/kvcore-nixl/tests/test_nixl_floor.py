@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from kvcore_nixl.raw import WAYS
+from kvcore_floors.nixl import WAYS
 
 from tests.commands import kvcore
 

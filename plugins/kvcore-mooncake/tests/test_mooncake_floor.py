@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from kvcore_mooncake.raw import MooncakeFloor
+from kvcore_floors.mooncake import MooncakeFloor
 
 from tests.commands import kvcore
 

@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from kvcore_nixl import native
+from kvcore_nixl.options import NixlOptions
 
 from kvcore.hookspecs import Endpoint, OpenContext, Peer, Transfer
 from kvcore.memory import Indices, Region
 from kvcore.page_lists import PageList, page_lists
 from kvcore.planner import U64
-from kvcore_nixl import native
-from kvcore_nixl.options import NixlOptions
 
 MOST = np.iinfo(np.int32).max
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+from kvcore_mooncake import native
+from kvcore_mooncake.options import MooncakeOptions
 
 from kvcore.hookspecs import Endpoint, OpenContext, Peer, Transfer
 from kvcore.memory import Region
-from kvcore_mooncake import native
-from kvcore_mooncake.options import MooncakeOptions
 
 Columns = tuple[list[int], list[int], list[int]]
 """Local addresses, remote addresses and lengths, as the engine takes them."""
