@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import logging
 import socket
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from kvcore.bootstrap import RankInfo
 from kvcore.bootstrap_client import Registrar
 from kvcore.bootstrap_service import RankTable
 from kvcore.control_tap import ControlTap
+from kvcore.environment import set_variables
 from kvcore.errors import (
     BackendConflictError,
     BackendLoadError,
@@ -408,6 +410,11 @@ class Case:
     cause: type[BaseException] | None = None
 
 
+def odd_note(t: Tools) -> None:
+    t.patch.setenv("MINE_SET_BY_KVCORE", "odd")
+    set_variables("mine", {}, logging.getLogger())
+
+
 def failed(code: FailureCode) -> Case:
     reason = Reason(code, "why it\nfailed", "decode", 2)
 
@@ -418,6 +425,7 @@ def failed(code: FailureCode) -> Case:
 
 
 CASES = [
+    Case("note of variables", odd_note, ConfigError, ("MINE_SET_BY_KVCORE", "'odd'", "unset it"), ValueError),
     Case("address that is no text", lambda t: addresses.parse(5, "admin"), ConfigError, ("admin", "5", "host:port")),  # type: ignore[arg-type]
     Case("address without port", lambda t: addresses.parse("nowhere", "admin"), ConfigError, ("admin", "'nowhere'", "no port number")),
     Case("port out of range", lambda t: addresses.parse("a:70000", "admin"), ConfigError, ("admin", "'a:70000'", "70000")),
