@@ -68,7 +68,7 @@ def read_imports(libraries: Iterable[str]) -> Imports:
 
 def system_libraries() -> dict[str, str]:
     """Name -> path of the libraries that the dynamic loader finds by itself."""
-    found = {}
+    found: dict[str, str] = {}
     path = os.environ.get("PATH", "") + ":/sbin:/usr/sbin"  # ldconfig is often only on root's path
     cache = subprocess.run(["ldconfig", "-p"], check=True, capture_output=True, text=True, env={**os.environ, "PATH": path}).stdout
     for line in cache.splitlines():
