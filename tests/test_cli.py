@@ -185,7 +185,8 @@ def test_an_interrupt_while_the_command_line_is_imported_is_one_line(tmp_path: P
 
 
 def test_an_interrupt_ends_the_command_and_its_processes() -> None:
-    command = [sys.executable, "-m", "kvcore.cli", "bench", "idle", "--rooms", "1", "--window", "100", "--debug"]
+    undone = ["env", "--default-signal=INT"]  # a shell has its background jobs ignore it
+    command = [*undone, sys.executable, "-m", "kvcore.cli", "bench", "idle", "--rooms", "1", "--window", "100", "--debug"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stderr is not None
     assert any("kvcore-bench-prefill" in line for line in process.stderr)  # which logs what it does
