@@ -26,9 +26,14 @@ ROOT = Path(__file__).resolve().parents[2]
 OWN_TESTS = ("tests/protocol/test_mutants.py", "tests/model/test_mutants.py")
 KIT = ("-m", "kvcore_conformance.command", "--backend", "local", "--profile", "quick", "-x")
 PYTEST = ("-m", "pytest", "-x", "-q", "--timeout", "60", "-n", "3", "--dist", "loadfile")
-FIRST = ("tests/protocol", "tests/model", "tests/test_rooms.py", "tests/test_ledger.py", "tests/test_manager.py", "tests/test_lanes.py")
-CORE = (*PYTEST, *(f"--ignore={path}" for path in OWN_TESTS), *FIRST, "tests")
+FILES = ["rooms", "ledger", "manager", "lanes", "tickets", "workers", "peers", "routes", "concurrency", "timers_metrics", "faults"]
+CORE = (
+    *PYTEST,
+    *(f"--ignore={path}" for path in OWN_TESTS),
+    *("tests/protocol", "tests/model", *(f"tests/test_{name}.py" for name in FILES), "tests/cases"),
+)
 LIMIT_S = 600.0
+LEAST, MOST_S = 0.9, 1800
 STEP = 2
 
 
@@ -121,7 +126,9 @@ def main() -> None:
         print(f"{verdict.by:<8} {verdict.seconds:6.1f} s  {verdict.module:<15} {verdict.name}: {verdict.first}", flush=True)
     caught = sum(verdict.by != "nothing" for verdict in found)
     by_kit = sum(verdict.by == "kit" for verdict in found)
-    print(f"{caught} of {len(found)} caught, {by_kit} by the kit, in {sum(verdict.seconds for verdict in found):.0f} s")
+    seconds = sum(verdict.seconds for verdict in found)
+    print(f"{caught} of {len(found)} caught, {by_kit} by the kit, in {seconds:.0f} s")
+    sys.exit(caught < LEAST * len(found) or seconds > MOST_S)
 
 
 if __name__ == "__main__":
