@@ -4,23 +4,32 @@ PYTHON ?= python3
 VENV ?= .venv
 BACKEND ?= local
 
-# The plugins with engines of their own, and which build of its engine each takes.
-ENGINES := nixl mooncake
+# The plugins with engines of their own, and which build of its engine each takes. Those of mori and Ascend run on shims here; mori's is
+# built for Python 3.10 to 3.12, and for few C libraries other than with 3.10, so it has an environment of its own.
+ENGINES := nixl mooncake ascend
 EXTRA_nixl ?= cu12
 EXTRA_mooncake ?= cpu
+EXTRA_ascend ?= engine
+PYTHON_MORI ?= python3.10
+VENV_MORI ?= .venv-mori
+SHIMS := build/shims
 
-BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Most tests wait most of the time, so more run at once than there are cores; those of one file run one by one.
 JOBS ?= 3
-PYTEST := $(BIN)/python -m pytest --timeout 120 -n $(JOBS) --dist loadfile
-PYTEST_SLOW := $(BIN)/python -m pytest --timeout 1800
+PYTEST = $(BIN)/python -m pytest --timeout 120 -n $(JOBS) --dist loadfile
+PYTEST_SLOW = $(BIN)/python -m pytest --timeout 1800
 STAMP := $(VENV)/.installed
 PLUGIN_STAMPS := $(ENGINES:%=$(STAMP)-%)
+STAMP_MORI := $(VENV_MORI)/.installed
+STAMP_SHIMS := $(SHIMS)/.built
 
-ENGINE_RUNS := own-nixl own-mooncake core-nixl core-nixl-tcp core-mooncake kit-nixl kit-nixl-tcp kit-mooncake
-# The conformance kit over one backend.
-KIT := $(BIN)/kvcore-conformance --report build/conformance
+ENGINE_RUNS := own-nixl own-mooncake own-ascend own-mori core-nixl core-nixl-tcp core-mooncake \
+	kit-nixl kit-nixl-tcp kit-mooncake kit-ascend kit-mori
+# The conformance kit over one backend, and what a command over an engine on shims begins with.
+ON_SHIMS = eval "$$($(BIN)/python plugins/shims/environment.py $(1) $(SHIMS))" &&
+KIT = $(BIN)/kvcore-conformance --report build/conformance
 
 .PHONY: demo test test-example test-engines test-slow slow-core slow-engines mutation lint format bench install install-engines clean $(ENGINE_RUNS)
 
@@ -36,7 +45,7 @@ test: lint
 # install-engines, two run at a time.
 CONCURRENCY := tests/test_concurrency.py
 
-install-engines: $(PLUGIN_STAMPS)
+install-engines: $(PLUGIN_STAMPS) $(STAMP_SHIMS)
 
 test-engines: $(ENGINE_RUNS)
 
@@ -60,6 +69,20 @@ kit-nixl-tcp: $(PLUGIN_STAMPS)
 
 kit-mooncake: $(PLUGIN_STAMPS)
 	$(KIT)/mooncake --backend mooncake --profile quick
+
+own-ascend: $(STAMP_SHIMS)
+	$(call ON_SHIMS,sdma) $(PYTEST) plugins/kvcore-ascend/tests
+
+kit-ascend: $(STAMP_SHIMS)
+	$(call ON_SHIMS,sdma) $(KIT)/ascend --backend ascend --options plugins/kvcore-ascend/tests/kit.toml --profile quick
+
+own-mori kit-mori: BIN = $(VENV_MORI)/bin
+
+own-mori: $(STAMP_SHIMS)
+	$(call ON_SHIMS,mori) $(PYTEST) plugins/kvcore-mori/tests
+
+kit-mori: $(STAMP_SHIMS)
+	$(call ON_SHIMS,mori) $(KIT)/mori --backend mori --profile quick
 
 # examples/kvcore-shm as a third party's plugin: from its wheel, in an environment of its own, held to the contract.
 test-example: $(STAMP)
@@ -118,5 +141,16 @@ $(STAMP)-%: plugins/kvcore-%/pyproject.toml $(STAMP)
 	$(PIP) install "$(TORCH)" -e "plugins/kvcore-$*[$(EXTRA_$*)]"
 	touch $@
 
+# Without torch, which the engine imports and does not use for what is done here: environment.py has a stand-in.
+$(STAMP_MORI): pyproject.toml plugins/kvcore-mori/pyproject.toml
+	$(PYTHON_MORI) -m venv $(VENV_MORI)
+	@echo "installing kvcore, the conformance kit and plugins/kvcore-mori into $(VENV_MORI)"
+	$(VENV_MORI)/bin/python -m pip --disable-pip-version-check --quiet install -e ".[cli,test]" -e conformance -e "plugins/kvcore-mori[engine]"
+	touch $@
+
+$(STAMP_SHIMS): $(wildcard plugins/shims/*) $(STAMP)-ascend $(STAMP_MORI)
+	MORI_PYTHON=$(VENV_MORI)/bin/python ASCEND_PYTHON=$(BIN)/python plugins/shims/build.sh $(SHIMS)
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_MORI) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -19,6 +19,8 @@ from pathlib import Path
 ENGINES = ("mori", "sdma", "host_rdma")
 MEMORY_TYPE = {"sdma": "8", "host_rdma": "0"}
 """What the fake driver calls every address: SDMA registers device memory, HOST_RDMA host memory."""
+STAND_IN = Path(__file__).resolve().parent / "stand-in"
+"""Holds a torch, which mori imports."""
 BASE_PORTS = range(12000, 32000)
 SENDER = 64
 """Ranks of senders begin about here; an engine listens at the port of its nic plus its rank."""
@@ -28,7 +30,8 @@ def changes(engine: str, shims: Path, base: Mapping[str, str] = os.environ) -> d
     """The variables to set."""
     shims = shims.resolve()
     if engine == "mori":
-        return {"LD_LIBRARY_PATH": _prepended(base, "LD_LIBRARY_PATH", shims / "mori", shims / "verbs")}
+        torch = {} if importlib.util.find_spec("torch") else {"PYTHONPATH": _prepended(base, "PYTHONPATH", STAND_IN)}
+        return torch | {"LD_LIBRARY_PATH": _prepended(base, "LD_LIBRARY_PATH", shims / "mori", shims / "verbs")}
     spec = importlib.util.find_spec("memfabric_hybrid")
     if spec is None or not spec.submodule_search_locations:
         raise RuntimeError("memfabric_hybrid is not installed")
