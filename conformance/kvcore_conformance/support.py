@@ -25,7 +25,7 @@ def support(reports: Sequence[Named]) -> Iterator[str]:
         about, ruled = report.about, report.groups()
         cells = [name, f"{about.distribution} {about.version}", about.engine or "its own", about.contract]
         cells += [_group(ruled.get(group, [])) for group in groups]
-        cells.append(", ".join(report.levels) if report.holds and report.levels else "none")
+        cells.append(report.standing if report.holds else "none")
         yield f"| {' | '.join(map(cell, cells))} |"
 
 

@@ -57,14 +57,14 @@ class Waivers:
             raise ConfigError(f"{text}; write [[waiver]] with rule, reason and expires = 2027-01-31") from error
         return cls(by_rule)
 
-    def faults(self, known: Iterable[str], passed: Iterable[str], today: datetime.date) -> list[str]:
-        """What is wrong with them after a run in which these rules passed."""
-        known, passed, found = set(known), set(passed), []
+    def faults(self, known: Iterable[str], needless: Iterable[str], today: datetime.date) -> list[str]:
+        """What is wrong with them after a run in which these rules needed none."""
+        known, needless, found = set(known), set(needless), []
         for one in self.by_rule.values():
             if one.rule not in known:
                 found.append(f"waiver for {one.rule}: there is no such rule; remove it")
             elif one.expires < today:
                 found.append(f"waiver for {one.rule} expired on {one.expires}; keep the rule, or agree on another date")
-            elif one.rule in passed:
-                found.append(f"waiver for {one.rule}: the rule holds; remove it")
+            elif one.rule in needless:
+                found.append(f"waiver for {one.rule}: the rule holds, or does not apply; remove it")
         return found

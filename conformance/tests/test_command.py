@@ -17,7 +17,8 @@ from kvcore_conformance.report.model import Check, Report, RuleResult, read
 MOST_S = 90.0
 PLUGIN = ("-p", "kvcore_conformance.plugin")
 TWO_RULES = """
-    from kvcore_conformance import verdicts
+    from kvcore_conformance import suite, verdicts
+    suite.__all__ = []
     known = verdicts.rules()
     verdicts.rules = lambda: {name: known[name] for name in ("S1", "A2")}
 """
@@ -240,6 +241,26 @@ def test_tests_that_a_run_does_not_come_to_are_not_run(tmp_path: Path) -> None:
     more = S1.replace("S1", "A2").replace("s1", "a2").replace("pass", "raise KeyboardInterrupt")
     ran = run(tmp_path, conftest=TWO_RULES, test_1=more, test_2=S1)
     assert ran.code == 2 and [ran.rule(name).outcome for name in ("A2", "S1")] == ["not run", "not run"]
+
+
+A2 = S1.replace("S1", "A2").replace("s1", "a2")
+TWO_OF_A2 = A2 + A2.partition("\n\n")[2].replace("holds", "holds_too").join(("\n\n", "\n"))
+
+
+@pytest.mark.parametrize(
+    "arguments", [("-k", "not holds_too"), ("--deselect", "test_a.py::test_a2_holds_too")], ids=["by a word", "by name"]
+)
+def test_tests_that_are_left_out_are_not_run(tmp_path: Path, arguments: tuple[str, str]) -> None:
+    ran = run(tmp_path, *arguments, conftest=TWO_RULES, test_s=S1, test_a=TWO_OF_A2)
+    assert ran.code == 1 and ran.report.levels == [] and ran.rule("S1").outcome == "passed"
+    assert (ran.rule("A2").outcome, ran.rule("A2").why) == ("not run", "not all tests of it were run")
+    assert not ran.check("test_a2_holds_too").ran and ran.check("test_a2_holds").passed
+
+
+def test_tests_of_the_suite_that_are_not_even_collected_are_not_run(tmp_path: Path) -> None:
+    ran = run(tmp_path, test_s=S1)
+    assert ran.code == 1 and {rule.outcome for rule in ran.report.rules} == {"not run"}, "S1 has more tests than this one"
+    assert ran.check("test_s1_holds").passed and "test_states.py::test_s1_" in " ".join(check.name for check in ran.rule("S1").checks)
 
 
 def test_a_wrong_waivers_file_is_a_wrong_call(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_the_table_tells_of_a_failed_rule_its_text_its_seed_and_the_events() -> 
 
 def test_the_table_of_a_good_run_is_short() -> None:
     lines = list(table(report(rule("S1", group="states"), rule("A2"), levels=("Core",))))
-    assert len(lines) == 4 and lines[-1].startswith("holds: 2 passed; levels: Core; seed 4711")
+    assert len(lines) == 4 and lines[-1].startswith("holds: 2 passed; levels: Core (quick); seed 4711; 3.2 s (quick: 3.2 of 20 s)")
 
 
 # --- Markdown
@@ -212,10 +212,10 @@ def test_text_of_a_backend_is_shown_and_not_taken_for_markup(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("found", "words", "colour"),
     [
-        (report(rule("A2"), levels=("Core", "Abort and Clear")), "Core, Abort and Clear", "#2e7d32"),
+        (report(rule("A2"), levels=("Core", "Abort and Clear")), "Core, Abort and Clear (quick)", "#2e7d32"),
         (report(rule("A2", "failed"), levels=("Core",)), "fails", "#b3261e"),
-        (report(rule("A2", "waived"), levels=("Core",)), "Core", "#8a6d00"),
-        (report(rule("A2", "waived")), "holds, with waivers", "#8a6d00"),
+        (report(rule("A2", "waived"), levels=("Core",)), "Core (quick)", "#8a6d00"),
+        (report(rule("A2", "waived")), "holds, with waivers (quick)", "#8a6d00"),
         (report(rule("A2", "not run")), "fails", "#b3261e"),
     ],
 )
@@ -233,7 +233,8 @@ def test_the_support_table_has_a_row_a_report_and_a_column_a_group() -> None:
     good = report(rule("S1", group="states"), rule("A2"), rule("B7", "not applicable", "backends"), levels=("Core", "Abort and Clear"))
     lines = list(support([("mine, TCP", good), ("mine", failing())]))
     assert lines[0] == "| backend | plugin | engine | contract | states | abort | backends | levels |"
-    assert lines[2] == ("| mine, TCP | kvcore-mine 0.3.0 | nixl 1.5.1 | 1.0 | holds | holds | holds, without B7 | Core, Abort and Clear |")
+    row = "| mine, TCP | kvcore-mine 0.3.0 | nixl 1.5.1 | 1.0 | holds | holds | holds, without B7 | Core, Abort and Clear (quick) |"
+    assert lines[2] == row
     assert lines[3].endswith("| holds | A2 failed, A3 not run, A4 waived | holds, without B7 | none |")
 
 

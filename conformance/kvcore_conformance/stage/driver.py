@@ -346,7 +346,7 @@ class Crew:
         try:
             yield lent
         except BaseException:
-            self.told = [child.last_words() for child in lent]
+            self.told += [child.last_words() for child in lent]
             raise
         finally:
             self.lent = [child for child in self.lent if child not in lent]
