@@ -73,7 +73,11 @@ class Story:
         """One event."""
         room = f"{event.room.side} room {event.room.number}.{event.room.attempt}" if event.room else "-"
         details = " ".join(f"{name}={value}" for name, value in event.details.items())
-        self.lines.append(f"{time.monotonic():.4f} {event.name} {room} {details}".rstrip())
+        self.note(f"{event.name} {room} {details}")
+
+    def note(self, text: str) -> None:
+        """One line, with the time."""
+        self.lines.append(f"{time.monotonic():.4f} {text}".rstrip())
 
 
 class Worker:
@@ -83,6 +87,7 @@ class Worker:
         self.objects: dict[str, Any] = {"worker": self}
         self._arrays: dict[str, list[np.ndarray[Any, Any]]] = {}
         self._log, self._story = Log(), Story()
+        self.note = self._story.note
         self._pretence = ExitStack()
         logging.getLogger("kvcore").addHandler(self._log)
         logging.getLogger("kvcore").setLevel(logging.INFO)

@@ -33,6 +33,7 @@ class Engine:
 
     def __init__(self, child: Child, side: str, memory: Memory, instance: str = "") -> None:
         self.child, self.memory = child, memory
+        child.role = side
         self.instance = instance or f"{side}-{child.pid}-{next(_names)}"
         self._name = f"engine {next(_names)}"
         pools = [vars(spec) for spec in memory.specs]
