@@ -39,6 +39,7 @@ CAUGHT = {
     "zoo-slow": "B6",
     "zoo-greedy": "T1",
     "zoo-once": "B7",
+    "zoo-halfway": "B7",  # though what it declares lifts the rule
     "zoo-bursting": "B7",
     "zoo-eager": "B1",
     "zoo-leaky": "B4",

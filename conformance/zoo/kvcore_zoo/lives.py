@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
-from kvcore import BackendInfo, TicketKind, TicketState, Transfer, hookimpl
+from kvcore import BackendInfo, Region, TicketKind, TicketState, Transfer, hookimpl
 from kvcore.backends.local import Job
 from kvcore_zoo.animal import Animal
 
@@ -47,6 +48,25 @@ class Once(Animal):
         if self.closed:
             raise RuntimeError("engine already initialised")
         super().kvcore_open(options, context)
+
+    @hookimpl
+    def kvcore_close(self) -> None:
+        self.closed = True
+        super().kvcore_close()
+
+
+class Halfway(Animal):
+    """Declares that it cannot be opened again, and opens again all the same, half: it registers nothing then."""
+
+    name = "zoo-halfway"
+    able: ClassVar[dict[str, Any]] = {"reopens": False}
+    closed = False
+
+    @hookimpl
+    def kvcore_register(self, regions: Sequence[Region]) -> None:
+        if self.closed:
+            raise RuntimeError("engine of another life")
+        super().kvcore_register(regions)
 
     @hookimpl
     def kvcore_close(self) -> None:
