@@ -135,9 +135,9 @@ class Worker:
         self._story.lines.clear()
         self._pretence.close()
 
-    def pretend(self, major: int, minor: int, wire_version: str, backend: str) -> None:
+    def pretend(self, major: int = 0, minor: int = 0, wire_version: str = "", backend: str = "", **claims: float) -> None:
         """Tell peers so, from the next ``start`` on and until ``stop``, see ``pretending``."""
-        self._pretence.enter_context(pretending(major=major, minor=minor, wire_version=wire_version, backend=backend))
+        self._pretence.enter_context(pretending(major=major, minor=minor, wire_version=wire_version, backend=backend, **claims))
 
     def digest(self, pool: str, pages: list[int]) -> str:
         """A digest of pages, in order, of all layers."""

@@ -16,8 +16,12 @@ from kvcore_conformance.stage.noise import Noise
 LETTERS = ("Join", "Here", "Destination", "Status", "Ack", "Abort", "Which", "Drained")
 LOST_S = LIMITS["liveness_s"] + SOON_S
 SLOW_S = 0.25
+PATIENT = {"liveness_s": 7.0, "quarantine_s": 12.0}
 LATE_S = 0.15
 NOISE = 300
+NONSENSE = 200
+JOINS = 70_000
+"""More rooms that are not there than anybody should remember."""
 
 
 def meeting(prefill: Child, decode: Child, room: int | None = None) -> Room:
@@ -69,6 +73,7 @@ def test_p1_a_peer_that_does_not_fit_is_refused_on_both_sides(pair: Pair, crew: 
 
 @rule("P1")
 def test_p1_a_peer_of_another_minor_version_is_taken(pair: Pair, crew: Crew) -> None:
+    """Also one whose letters have fields that nobody here knows."""
     with crew.lend(1) as (newer,):
         newer.pretend(minor=99)
         works(pair, pair.prefill, newer.start("decode", pair.target.specs, limits=LIMITS))
@@ -152,6 +157,21 @@ def test_p2_a_peer_that_stands_still_for_less_than_the_limit_loses_nothing(pair:
     room.ends("SUCCESS")
     pair.intact()
     room.clear()
+
+
+@rule("P2")
+@full
+@pytest.mark.parametrize("side", ["decode", "prefill"])
+def test_p2_a_peer_that_stands_still_for_half_the_limit_loses_nothing(crew: Crew, side: str) -> None:
+    with paired(crew, limits=PATIENT) as pair:
+        room = pair.at("published")
+        pair.expect(room)
+        pair.side(side).freeze()
+        stays(lambda: True, f"{side} stands still", 0.55 * PATIENT["liveness_s"])
+        pair.side(side).thaw()
+        room.send()
+        room.ends("SUCCESS")
+        pair.intact()
 
 
 @rule("P2")
@@ -272,6 +292,35 @@ def test_p5_any_bytes_on_the_control_ports_are_counted_and_harmless(pair: Pair, 
         assert not prefill.logged("Traceback"), f"a bad message raised: {prefill.logged('Error')}"
 
 
+@rule("P5")
+def test_p5_bad_messages_are_logged_at_a_limited_rate_and_the_next_good_one_is_served(pair: Pair) -> None:
+    counted, said = pair.prefill.bad_messages("control"), len(pair.prefill.logged(""))
+    pair.prefill.work("aid", "impostor:Impostor", "tap")
+    room = pair.at("published")
+    pair.expect(room)
+    pair.prefill.call("tap", "nonsense", NONSENSE)
+    until(lambda: pair.prefill.bad_messages("control") >= counted + NONSENSE, f"{NONSENSE} bad messages are counted")
+    room.send()
+    room.ends("SUCCESS")
+    said = len(pair.prefill.logged("")) - said
+    assert said < NONSENSE / 2, f"{NONSENSE} bad messages were logged in {said} lines"
+    pair.intact()
+    room.clear()
+
+
+@rule("P5")
+@full
+def test_p5_rooms_that_nobody_opens_are_remembered_in_a_bounded_table(crew: Crew) -> None:
+    """Here they would be for a minute, were there room for so many."""
+    with paired(crew, meet=False, limits={"orphan_s": 60.0}) as pair:
+        pair.prefill.work("aid", "impostor:Impostor", "tap")
+        pair.transfer()
+        pair.prefill.call("tap", "joins", 10**9, JOINS, waits_s=60.0)
+        pair.transfer()
+        kept = max(pair.prefill.work("held").values(), default=0)
+        assert 0 < kept < JOINS, f"a peer has joined {JOINS} rooms that nobody has opened, and {kept} are remembered"
+
+
 # --- P6
 
 
@@ -300,7 +349,7 @@ def ends_cleanly(pair: Pair, room: Room) -> None:
 
 
 @rule("P6")
-@pytest.mark.parametrize("how", ["repeated", "late and early", "lost", pytest.param("late", marks=full)])
+@pytest.mark.parametrize("how", ["repeated", pytest.param("late and early", marks=full), "lost", pytest.param("late", marks=full)])
 def test_p6_control_messages_may_be_lost_repeated_or_late(pair: Pair, how: str) -> None:
     disturb(pair, how)
     room = pair.open()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvcore_conformance.marks import full, rule
-from kvcore_conformance.stage.arena import Pair, Room, number, paired
-from kvcore_conformance.stage.driver import Crew, PoolSpec, until
+from kvcore_conformance.stage.arena import LIMITS, Pair, Room, number, paired
+from kvcore_conformance.stage.driver import Crew, PoolSpec, stays, until
 from kvcore_conformance.suite.test_clear import LIVE, LONG, SIDES, quickly, result
 
 HERE, THERE = (1, 16, 17, 45), (13, 14, 28, 46)
@@ -115,6 +115,20 @@ def test_c4_the_same_attempt_after_both_ended_unpaired(crew: Crew) -> None:
         alone.clear()
         pair.prefill.sender(room, 1).clear()  # of another attempt: it changes nothing
         completes(pair, opened(pair, room, 0), "after both had ended unpaired")
+
+
+@full
+@rule("C4")
+@pytest.mark.parametrize("first", SIDES)
+def test_c4_the_same_attempt_long_after_both_ended_unpaired(pair: Pair, first: str) -> None:
+    """Whichever side is the first, once 2 x ``orphan_s`` have passed."""
+    room = number()
+    for alone in (pair.prefill.sender(room), pair.decode.receiver(room, "127.0.0.1:1")):
+        alone.abort("nobody came")
+        assert alone.unpaired, "the other side was never met, and the handle says that it was"
+        alone.clear()
+    stays(lambda: True, "both have ended", 2 * LIMITS["orphan_s"] + 0.1)
+    completes(pair, opened(pair, room, 0, first), f"opened on {first} first, long after both had ended unpaired")
 
 
 @rule("C4")
