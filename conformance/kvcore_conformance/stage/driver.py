@@ -344,13 +344,20 @@ class Crew:
         self._idle += [self._new() for _ in range(SPARE - len(self._idle))]
         self.lent += lent
         try:
-            yield lent
-        except BaseException:
-            self.told += [child.last_words() for child in lent]
-            raise
+            with self.telling(lent):
+                yield lent
         finally:
             self.lent = [child for child in self.lent if child not in lent]
             self._idle += [child for child in lent if child.stopped()]
+
+    @contextmanager
+    def telling(self, children: Sequence[Child]) -> Iterator[None]:
+        """Keep the last words of children, lent or not, if their borrower fails."""
+        try:
+            yield
+        except BaseException:
+            self.told += [child.last_words() for child in children]
+            raise
 
     def _new(self) -> Child:
         self._all.append(Child(self._env, self._backend, self._options))
