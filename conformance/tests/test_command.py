@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from kvcore_conformance import __version__, command
-from kvcore_conformance.report.model import Check, Report, RuleResult, read
+from kvcore_conformance.report.model import BUDGET_S, Check, Report, RuleResult, read
 
 MOST_S = 90.0
+"""The longest that a run of some tests may take."""
 PLUGIN = ("-p", "kvcore_conformance.plugin")
 TWO_RULES = """
     from kvcore_conformance import suite, verdicts
@@ -52,11 +53,11 @@ class Ran:
         return next(check for rule in self.report.rules for check in rule.checks if check.name.endswith(name))
 
 
-def subject_to(arguments: list[str], folder: Path) -> Ran:
+def subject_to(arguments: list[str], folder: Path, within: float = MOST_S) -> Ran:
     places = [str(Path(command.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places)), "COLUMNS": "200"}
     ran = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=MOST_S, check=False
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=within, check=False
     )
     return Ran(ran.returncode, ran.stdout + ran.stderr, folder)
 
@@ -130,6 +131,14 @@ def test_a_run_of_the_command_reports_in_every_form(tmp_path: Path) -> None:
     cases = list(ElementTree.parse(tmp_path / "out" / "junit.xml").iter("testcase"))
     assert cases and all("test_s4" in case.attrib["name"] for case in cases)
     assert {(one.attrib["name"], one.attrib["value"]) for case in cases for one in case.iter("property")} == {("rule", "S4")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", BUDGET_S)
+def test_a_profile_keeps_to_its_budget(tmp_path: Path, profile: str) -> None:
+    words = ["-m", "kvcore_conformance.command", "--backend", "local", "--profile", profile, "--report", "out"]
+    ran = subject_to(words, tmp_path, within=3 * BUDGET_S[profile])
+    assert ran.code == 0 and ran.report.spent <= BUDGET_S[profile], ran.out[-2000:]
 
 
 def test_a_selection_without_tests_is_a_wrong_call(tmp_path: Path) -> None:
@@ -297,6 +306,16 @@ OWN = """
             pair.prefill.freeze()
             pair.decode.kill()
             assert False, "no"
+
+    @rule("P3")
+    def test_p3_of_mine(pair, crew):
+        with crew.lend(1) as (odd,):
+            odd.start("decode")
+            assert False, "no"
+
+    @rule("B4")
+    def test_b4_of_mine(bare):
+        assert False, "no"
 """
 
 
@@ -309,6 +328,10 @@ def test_a_star_import_brings_the_suite_with_a_subject_of_ones_own(tmp_path: Pat
     assert all("on purpose" in story.events[-1] for story in standing) and all(len(story.events) <= 50 for story in standing)
     assert " paired " in " ".join(own[0].events), "a process that stands still is woken to tell what it saw"
     assert [story.role for story in own] == ["prefill", "decode"] and own[1].events[0].startswith("it tells nothing")
+    assert [story.role for story in ran.check("test_p3_of_mine").stories] == ["prefill", "decode", "decode"]
+    engines = ran.check("test_b4_of_mine").stories
+    assert [story.role for story in engines] == ["prefill", "decode"]
+    assert all(" kvcore_connect " in " ".join(story.events) for story in engines)
     assert re.search(r"A2 failed\. .*seed \d+.*the last events of prefill .* and decode .*on purpose", ran.out, re.DOTALL)
 
 

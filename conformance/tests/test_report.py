@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,7 +18,6 @@ from kvcore_conformance.report.markdown import markdown
 from kvcore_conformance.report.model import About, Check, Report, RuleResult, Story, read, schema_text
 from kvcore_conformance.report.table import table
 from kvcore_conformance.report.write import write
-from kvcore_conformance.support import main, support
 
 from kvcore.errors import ConfigError
 
@@ -224,29 +221,3 @@ def test_the_badge_says_which_levels_hold(found: Report, words: str, colour: str
     name = "{http://www.w3.org/2000/svg}"
     assert [text.text for text in image.iter(f"{name}text")] == ["kvcore contract 1.0", words]
     assert image.attrib["aria-label"] == f"kvcore contract 1.0: {words}" and colour in badge(found)
-
-
-# --- the support table
-
-
-def test_the_support_table_has_a_row_a_report_and_a_column_a_group() -> None:
-    good = report(rule("S1", group="states"), rule("A2"), rule("B7", "not applicable", "backends"), levels=("Core", "Abort and Clear"))
-    lines = list(support([("mine, TCP", good), ("mine", failing())]))
-    assert lines[0] == "| backend | plugin | engine | contract | states | abort | backends | levels |"
-    row = "| mine, TCP | kvcore-mine 0.3.0 | nixl 1.5.1 | 1.0 | holds | holds | holds, without B7 | Core, Abort and Clear (quick) |"
-    assert lines[2] == row
-    assert lines[3].endswith("| holds | A2 failed, A3 not run, A4 waived | holds, without B7 | none |")
-
-
-def test_the_support_command_prints_it_and_refuses_what_is_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(report(rule("A2"), engine=""), tmp_path)
-    file = str(tmp_path / "report.json")
-    command = [sys.executable, "-m", "kvcore_conformance.support", f"mine, TCP={file}", file]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert ran.stdout.splitlines()[2:] == [
-        "| mine, TCP | kvcore-mine 0.3.0 | its own | 1.0 | holds | none |",
-        "| mine | kvcore-mine 0.3.0 | its own | 1.0 | holds | none |",
-    ]
-    for arguments in ([], [str(tmp_path / "none.json")]):
-        assert main(arguments) == 2
-        assert capsys.readouterr().err.count("\n") == 1
