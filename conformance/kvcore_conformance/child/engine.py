@@ -296,9 +296,11 @@ class Engine:
         for part in batch.parts:
             if part.due is not None:
                 part.due, part.state = None, NEVER_POSTED
-        began = time.monotonic()
-        self._hooks.kvcore_abort(room=batch.room, tickets=batch.tickets)
-        self.abort_s = time.monotonic() - began
+        tickets, began = batch.tickets, time.monotonic()
+        try:
+            self._hooks.kvcore_abort(room=batch.room, tickets=tickets)
+        finally:
+            self.abort_s = time.monotonic() - began
 
     def _clear(self, key: RoomKey) -> None:
         for name in [name for name, batch in self._batches.items() if batch.room == key]:

@@ -37,6 +37,8 @@ LIMITS = {
     "send_s": 2.0,
     "drain_s": 0.5,
 }
+PROMPT_S = 0.001
+"""What a hook on the progress thread may take (B6)."""
 SOON_S = 4.0
 """For what must happen long before a room's own limits, on a machine that is busy."""
 
