@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from kvcore import BackendInfo, Region, TicketKind, TicketState, Transfer, hookimpl
+from kvcore import BackendInfo, Endpoint, Region, TicketKind, TicketState, Transfer, hookimpl
 from kvcore.backends.local import Job
 from kvcore_zoo.animal import Animal
 
@@ -23,6 +23,33 @@ class Slow(Animal):
     def kvcore_poll(self, tickets: Sequence[Job]) -> list[TicketState]:
         _never.wait(0.03)
         return super().kvcore_poll(tickets)
+
+
+class Sluggish(Animal):
+    """Poll takes 3 ms, whatever there is."""
+
+    name = "zoo-sluggish"
+
+    @hookimpl
+    def kvcore_poll(self, tickets: Sequence[Job]) -> list[TicketState]:
+        _never.wait(0.003)
+        return super().kvcore_poll(tickets)
+
+
+class Lazy(Animal):
+    """Memory is registered, and refused, when a peer first asks for the endpoint."""
+
+    name = "zoo-lazy"
+
+    @hookimpl
+    def kvcore_register(self, regions: Sequence[Region]) -> None:
+        self._due = regions
+
+    @hookimpl
+    def kvcore_endpoint(self) -> Endpoint:
+        due, self._due = self._due, ()
+        super().kvcore_register(due)
+        return super().kvcore_endpoint()
 
 
 class Greedy(Animal):
