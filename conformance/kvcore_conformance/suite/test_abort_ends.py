@@ -120,13 +120,14 @@ def test_a7_an_abort_that_does_not_name_the_sender_is_asked_back(patient: Pair) 
 @full
 def test_a7_an_abort_that_does_not_name_the_sender_is_credited_to_the_older_lifetime(patient: Pair) -> None:
     """The room has ended unpaired on both sides; prefill opens it anew, and then hears of the old receiver's end."""
-    for message in ("Here", "Status", "Which"):
+    for message in ("Here", "Which"):
         patient.decode.tap("drop", message, outgoing=False)
     patient.prefill.tap("drop", "Abort", outgoing=False)
     old = patient.open()
     old.receiver.abort("the old one")
     old.sender.abort("not yet")
     old.sender.clear()
+    until(lambda: not patient.prefill.work("held").get("last_words"), "the old receiver has heard of the sender's end")
     again = patient.prefill.sender(old.number)
     patient.prefill.heal()
     patient.decode.heal()

@@ -25,6 +25,7 @@ BAD_PAGES: dict[str, Sequence[Any]] = {
     "one past the end": [0, KV.pages], "negative": [-1], "a bool": [True, 2], "a float": [1.5], "text": ["3"], "a list": [[1, 2]],
     "above 31 bits": [2**31], "above 63 bits": [2**63], "above 64 bits": [2**64 + 1],
 }  # fmt: skip
+FAR = PoolSpec("kv", pages=4200, page_bytes=1 << 20, layers=1)
 RETRIES_FOR_S = 0.4
 
 
