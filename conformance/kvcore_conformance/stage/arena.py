@@ -17,10 +17,15 @@ from kvcore_conformance.stage.oracle import Memory, Pages, moved
 
 POOLS = (PoolSpec("kv", pages=48, page_bytes=4096, layers=2), PoolSpec("aux", pages=8, page_bytes=64, layers=1))
 
+BRIEF = {**LIMITS, "liveness_s": 2.5, "ticket_s": 1.5, "quarantine_s": 4.2}
+"""For tests that wait until ``quarantine_s`` has passed."""
+
 MINE, THEIRS = (3, 30, 31, 32, 7), (8, 40, 2, 3, 21)
 """Pages of a room: scattered, with a run on either side that the other lacks."""
 MOMENTS = ("opened", "joined", "published", "in flight", "succeeded", "failed", "cleared")
 """How far ``Pair.at`` brings a room."""
+LIVE, ENDED = MOMENTS[:4], MOMENTS[4:]
+SIDES = ("prefill", "decode")
 
 _numbers = itertools.count(1)
 

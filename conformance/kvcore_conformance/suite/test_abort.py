@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvcore_conformance.marks import full, rule
-from kvcore_conformance.stage.aborting import ENDED, LIVE, NOTICE, OTHER, SIDES, brought, cases, heard
-from kvcore_conformance.stage.arena import LIMITS, MOMENTS, Pair
+from kvcore_conformance.stage.aborting import NOTICE, OTHER, brought, cases, heard
+from kvcore_conformance.stage.arena import ENDED, LIMITS, LIVE, MOMENTS, SIDES, Pair
 from kvcore_conformance.stage.driver import stays, until
 from kvcore_conformance.stage.onlookers import AT_ONCE_S, together
 

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from kvcore_conformance.marks import full, rule
-from kvcore_conformance.stage.aborting import BUSY, ENDED, LIVE, NOTICE, OTHER, SIDES, brought, cases, heard, opened
-from kvcore_conformance.stage.arena import LIMITS, Pair, Room, number, paired
+from kvcore_conformance.stage.aborting import BUSY, NOTICE, OTHER, brought, cases, heard, opened
+from kvcore_conformance.stage.arena import ENDED, LIMITS, LIVE, SIDES, Pair, Room, number, paired
 from kvcore_conformance.stage.driver import SOON_S, ChildError, Crew, stays, until
 from kvcore_conformance.stage.onlookers import together
 

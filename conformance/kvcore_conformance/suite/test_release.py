@@ -9,10 +9,10 @@ import pytest
 
 from kvcore_conformance.fixtures import Standing
 from kvcore_conformance.marks import full, rule
-from kvcore_conformance.stage.arena import LIMITS, MINE, MOMENTS, Pair, Room, paired
+from kvcore_conformance.stage.arena import BRIEF, MINE, MOMENTS, SIDES, Pair, Room, paired
 from kvcore_conformance.stage.driver import SOON_S, Child, Crew, PoolSpec, stays, until
 from kvcore_conformance.stage.oracle import FILL
-from kvcore_conformance.stage.safety import SIDES, become_safe, safe_sides
+from kvcore_conformance.stage.safety import become_safe, safe_sides
 
 BIG = (PoolSpec("kv", pages=48, page_bytes=1 << 18, layers=1), PoolSpec("aux", pages=8, page_bytes=64, layers=1))
 """A room of all its pages is long enough in flight to be struck there."""
@@ -24,8 +24,6 @@ STRIKES, MOST_STRIKES = 2, 30
 HELD_S = 0.15
 BLOCKS_S = 2.5
 """No call that takes less can be told to wait for something, on a busy machine."""
-BRIEF = {**LIMITS, "liveness_s": 2.5, "ticket_s": 1.5, "quarantine_s": 4.2}
-"""For tests that wait until ``quarantine_s`` has passed."""
 
 
 @pytest.fixture(scope="module")

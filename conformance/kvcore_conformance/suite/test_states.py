@@ -7,12 +7,11 @@ import time
 import pytest
 
 from kvcore_conformance.marks import full, rule
-from kvcore_conformance.stage.arena import MOMENTS, Pair, Room, number
+from kvcore_conformance.stage.arena import MOMENTS, SIDES, Pair, Room, number
 from kvcore_conformance.stage.driver import SOON_S, Child, Crew, stays, until
 from kvcore_conformance.stage.impatient import TRIES, impatient
 from kvcore_conformance.stage.onlookers import AT_ONCE_S, together, watched
 
-SIDES = ("prefill", "decode")
 ORDER = ("BOOTSTRAPPING", "WAITING_FOR_INPUT", "TRANSFERRING", "SUCCESS", "FAILED")
 ENDS = ORDER[3:]
 LIMIT_OF = dict(zip(ORDER, ("bootstrap_s", "input_s", "transfer_s"), strict=False))
