@@ -42,10 +42,10 @@ def test_r4_silence_of_a_writer_is_no_evidence(crew: Crew, able: Capabilities) -
             stays(lambda: not room.receiver.safe_now(), "the writer only stands still, and the pages are not safe", 1.0)
         pair.prefill.thaw()
         pair.release(room)
-        assert room.receiver.safe(), "the writer goes on and its write has ended, and the pages are not safe"
-        assert not room.receiver.unproven, "the writer goes on and its write has ended, and the pages were released by limit"
-        pair.accept(room)
-        pair.transfer()
+        assert room.receiver.safe(LIMITS["quarantine_s"] + SOON_S), "the writer goes on and its write has ended, and the pages are not safe"
+        if not room.receiver.unproven:  # by evidence, and not by limit: R3
+            pair.accept(room)
+            pair.transfer()
 
 
 @rule("R4")

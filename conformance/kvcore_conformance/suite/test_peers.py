@@ -11,14 +11,12 @@ import pytest
 from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.arena import LIMITS, Pair, Room, number, paired
 from kvcore_conformance.stage.driver import SOON_S, Child, Crew, Handle, free_port, stays, until
-from kvcore_conformance.stage.noise import Noise
 
 LETTERS = ("Join", "Here", "Destination", "Status", "Ack", "Abort", "Which", "Drained")
 LOST_S = LIMITS["liveness_s"] + SOON_S
 SLOW_S = 0.25
 PATIENT = {"liveness_s": 8.0, "quarantine_s": 14.0}
 LATE_S = 0.15
-NOISE = 300
 NONSENSE = 200
 JOINS = 70_000
 """More rooms that are not there than anybody should remember."""
@@ -267,28 +265,6 @@ def test_p4_a_path_that_was_broken_is_made_anew(crew: Crew) -> None:
 
 
 # --- P5
-
-
-@rule("P5")
-def test_p5_any_bytes_on_the_control_ports_are_counted_and_harmless(pair: Pair, crew: Crew) -> None:
-    control = free_port()
-    with crew.lend(1) as (prefill,):
-        prefill.start("prefill", pair.source.specs, limits=LIMITS, port=control)
-        works(pair, prefill, pair.decode)
-        room = meeting(prefill, pair.decode)
-        room.receive()
-        pair.expect(room)
-        noise = Noise([f"127.0.0.1:{control}"], [prefill.address], seed=number())
-        with noise:
-            until(lambda: noise.sent > NOISE, f"{NOISE} bad messages were taken")
-        room.send()
-        room.ends("SUCCESS")
-        pair.intact()
-        room.clear()
-        for port in ("control", "bootstrap_port"):
-            assert prefill.bad_messages(port) > 0, f"bad messages on {port} are not counted"
-        assert prefill.work("stats")["peers"] == 1, "a stranger has become a peer"
-        assert not prefill.logged("Traceback"), f"a bad message raised: {prefill.logged('Error')}"
 
 
 @rule("P5")
