@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
+from kvcore.errors import KVCoreError, one_line
 from kvcore_conformance import suite
 from kvcore_conformance.plugin import CREW, FAILED, chosen, in_profile, seed
 from kvcore_conformance.report.model import Check, Report, Story
 from kvcore_conformance.report.table import table
-from kvcore_conformance.report.write import write
+from kvcore_conformance.report.write import prepare, write
 from kvcore_conformance.stage.arena import Pair
 from kvcore_conformance.stage.bare import Bare
 from kvcore_conformance.stage.driver import Child
@@ -21,22 +23,33 @@ from kvcore_conformance.waivers import Waivers
 
 
 class Recorder:
-    """The plugin of a run with tests of the suite. Raises ``ConfigError`` for a waivers file that cannot be read."""
+    """The plugin of a run with tests of the suite. Raises ``ConfigError`` for a waivers file that cannot be read, or a report's folder that
+    cannot be written."""
 
     def __init__(self, config: pytest.Config, items: Sequence[pytest.Item]) -> None:
         self._config, self._started = config, time.monotonic()
         self._waivers = Waivers.read(config.getoption("--kvcore-waivers"))
-        self._checks = {item.nodeid: _check(item) for item in items}
+        self._folder: Path | None = config.getoption("--kvcore-report")
+        if self._folder is not None:
+            prepare(self._folder)
+        self._checks = {item.nodeid: _check(item) for item in items if in_profile(config, item.get_closest_marker)}
         self._checks.update(_not_collected(config, items))
         self._others_fail = items[0].session.testsfailed > 0
         self._subject: Subject | None = None
         self._report: Report | None = None
+        self._refused = False
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[object]) -> Generator[None, object, object]:
-        """Learn of a subject that code has set up."""
+        """Learn of a subject that code has set up. One that no manager would take ends the run, as it does on the command line."""
+        __tracebackhide__ = True
         found = yield
         if fixturedef.argname == "kvcore_subject" and isinstance(found, Subject):
+            try:
+                found.check()
+            except KVCoreError as error:
+                self._refused = True
+                pytest.exit(one_line(error), pytest.ExitCode.USAGE_ERROR)
             self._subject = found
         return found
 
@@ -80,12 +93,14 @@ class Recorder:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Judge what was run; a rule that does not hold fails the run."""
         config = self._config
+        if self._refused:
+            return
         self._report = report = judge(Run(
             self._subject or chosen(config), list(self._checks.values()), config.getoption("--kvcore-profile"), seed(config),
             time.monotonic() - self._started, self._waivers,
         ))  # fmt: skip
-        if folder := config.getoption("--kvcore-report"):
-            write(report, folder)
+        if self._folder is not None:
+            write(report, self._folder)
         if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             well = report.holds and not self._others_fail
             session.exitstatus = pytest.ExitCode.OK if well else pytest.ExitCode.TESTS_FAILED

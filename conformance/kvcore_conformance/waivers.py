@@ -24,11 +24,16 @@ class Waiver:
     reason: str
     expires: datetime.date
 
-    @property
-    def well_formed(self) -> bool:
-        """Whether what was read from a file has these types; a date with a time is none."""
-        texts = all(isinstance(text, str) and text.strip() for text in (self.rule, self.reason))
-        return texts and type(self.expires) is datetime.date
+
+def _waiver(entry: object) -> Waiver:
+    """What was read from a file, if it has these names and types; a date with a time is none."""
+    if not isinstance(entry, dict) or set(entry) != {"rule", "reason", "expires"}:
+        raise ValueError(f"{shown(entry)} is no waiver of rule, reason and expires")
+    found = Waiver(**entry)
+    texts = all(isinstance(text, str) and text.strip() for text in (found.rule, found.reason))
+    if not texts or type(found.expires) is not datetime.date:
+        raise ValueError(f"the waiver for {shown(found.rule)} has no rule or no reason, or its expires is not a date")
+    return found
 
 
 @dataclass(frozen=True)
@@ -44,11 +49,9 @@ class Waivers:
             return cls()
         try:
             found = tomllib.loads(file.read_text(encoding="utf-8"))
-            entries = [Waiver(**entry) for entry in found.pop("waiver", [])]
+            entries = [_waiver(entry) for entry in found.pop("waiver", [])]
             if found:
                 raise ValueError(f"it has {shown(next(iter(found)))}")
-            if not all(one.well_formed for one in entries):
-                raise ValueError("a waiver has no rule or no reason, or its expires is not a date")
             by_rule = {one.rule: one for one in entries}
             if len(by_rule) < len(entries):
                 raise ValueError("it waives a rule twice")

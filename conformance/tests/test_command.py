@@ -98,9 +98,17 @@ def test_what_the_command_does_not_know_is_passed_on(monkeypatch: pytest.MonkeyP
         (["--backend", "local", "--options", "FILE"], "prot = 1", "has no option 'prot'"),
         (["--backend", "local", "--options", "none.toml"], "", "options file 'none.toml' cannot be read"),
         (["--backend", "local", "--waivers", "FILE"], "[[waiver]]\nrule = 'A2'", "waivers file .* cannot be read"),
+        (
+            ["--backend", "local", "--waivers", "FILE"],
+            "[waiver]\nrule = 'A2'",
+            "'rule' is no waiver of rule, reason and expires",
+        ),
+        (["--backend", "local", "--waivers", "FILE"], "[[waiver]]\nrule='A2'\nreason=''\nexpires=2999-01-01", "waiver for 'A2' has no"),
         (["--backend", "local", "--waivers", "none.toml"], "", "waivers file 'none.toml' cannot be read"),
+        (["--backend", "local", "--report", "FILE"], "", "a report cannot be written into '.*file.toml'"),
+        (["--backend", "local", "--report", "/proc/report"], "", "a report cannot be written into '/proc/report'"),
     ],
-    ids=["backend", "options", "an option", "no options", "waivers", "no waivers"],
+    ids=["backend", "options", "an option", "no options", "waivers", "a table", "no reason", "no waivers", "a file", "no folder"],
 )
 def test_a_wrong_call_ends_with_2_and_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str, says: str
@@ -110,6 +118,13 @@ def test_a_wrong_call_ends_with_2_and_one_line(
     assert command.run([str(file) if word == "FILE" else word for word in arguments]) == 2
     error = capsys.readouterr().err
     assert re.match(f"kvcore-conformance: .*{says}", error) and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("soak", ["-3", "nan", "inf", "long"])
+def test_a_soak_of_no_such_time_is_a_wrong_call(capsys: pytest.CaptureFixture[str], soak: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.run(["--backend", "local", f"--soak={soak}"])
+    assert f"'{soak}' is no number of minutes" in capsys.readouterr().err
 
 
 def test_the_version_and_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,6 +146,9 @@ def test_a_run_of_the_command_reports_in_every_form(tmp_path: Path) -> None:
     cases = list(ElementTree.parse(tmp_path / "out" / "junit.xml").iter("testcase"))
     assert cases and all("test_s4" in case.attrib["name"] for case in cases)
     assert {(one.attrib["name"], one.attrib["value"]) for case in cases for one in case.iter("property")} == {("rule", "S4")}
+    listed = subject_to(["-m", "kvcore_conformance.command", "--backend", "local", "--profile", "quick", "--collect-only"], tmp_path)
+    names = {line.rpartition("/")[2] for line in listed.out.splitlines() if "::" in line}
+    assert {check.name for rule in ran.report.rules for check in rule.checks} == names, "it tells of each test of the profile"
 
 
 @pytest.mark.slow
@@ -275,6 +293,26 @@ def test_tests_of_the_suite_that_are_not_even_collected_are_not_run(tmp_path: Pa
 def test_a_wrong_waivers_file_is_a_wrong_call(tmp_path: Path) -> None:
     ran = run(tmp_path, "--kvcore-waivers=none.toml", test_s=S1)
     assert ran.code == pytest.ExitCode.USAGE_ERROR and "waivers file" in ran.out and "Traceback" not in ran.out
+
+
+@pytest.mark.parametrize("subject", ["'nope'", "'local', {'prot': 1}"], ids=["backend", "option"])
+def test_a_subject_that_cannot_be_is_a_wrong_call_too(tmp_path: Path, subject: str) -> None:
+    own = f"""
+        import pytest
+        from kvcore_conformance import Subject
+        from kvcore_conformance.marks import rule
+
+        @pytest.fixture(scope="session")
+        def kvcore_subject():
+            yield Subject({subject})
+
+        @rule("S1")
+        def test_s1_holds(kvcore_subject):
+            pass
+    """
+    ran = run(tmp_path, test_own=own)
+    assert ran.code == pytest.ExitCode.USAGE_ERROR and "Traceback" not in ran.out and "the transfer contract" not in ran.out
+    assert "no backend 'nope' is installed" in ran.out or "has no option 'prot'" in ran.out
 
 
 def test_the_suite_is_not_spread_over_processes(tmp_path: Path) -> None:

@@ -94,7 +94,8 @@ def _checks(checks: Sequence[Check]) -> str:
 def _failure(check: Check, seed: int) -> str:
     return f"""<div class="failure"><h3>{escape(check.name)}</h3>
 <p class="headline">{escape(check.headline)}</p>
-<p>Replay it with <code>--seed {seed} -k "{escape(_called(check.name))}"</code></p>
+<p>Replay it with <code>-k "{escape(_called(check.name))}"</code> and the seed {seed}: <code>--seed</code> of the command,
+<code>--kvcore-seed</code> of pytest</p>
 <details><summary>How it failed, as pytest shows it</summary><pre>{escape(check.problem)}</pre></details>
 {_events(check.stories)}</div>
 """
