@@ -21,6 +21,9 @@ from kvcore_conformance.waivers import Waivers
 FINE: tuple[Outcome, ...] = ("passed", "not applicable")
 """What a rule must come to for a level, and when it needs no waiver."""
 
+MEMORY = "cpu"
+"""The kind that the suite's pools lie in."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -46,7 +49,8 @@ def judge(run: Run) -> Report:
     ]
     holds = not faults and all(_holds(result) for result in results)
     began = (today - datetime.timedelta(seconds=run.seconds)).isoformat(timespec="seconds")
-    return Report(_about(run.subject), run.profile, run.seed, began, run.seconds, holds, _levels(results), faults, results)
+    untested = sorted(able.memory - {MEMORY})
+    return Report(_about(run.subject), run.profile, run.seed, began, run.seconds, holds, _levels(results), faults, results, untested)
 
 
 def _result(rule: Rule, lifted: str, run: Run) -> RuleResult:

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from kvcore_conformance import Subject, __version__, verdicts
 from kvcore_conformance.marks import home
+from kvcore_conformance.report.markdown import facts
 from kvcore_conformance.report.model import Check, Report, RuleResult
+from kvcore_conformance.report.table import table
 from kvcore_conformance.requirements import Rule, rules
 from kvcore_conformance.verdicts import Run, judge
 from kvcore_conformance.waivers import Waivers
@@ -21,6 +23,14 @@ from kvcore.errors import ConfigError
 
 CONTRACT = Path(__file__).parents[2] / "docs" / "contract.md"
 LATER, PAST = "2999-01-31", "2020-01-31"
+
+
+class Accelerated(Subject):
+    """Declares memory that no test moves."""
+
+    @property
+    def capabilities(self) -> kvcore.Capabilities:
+        return kvcore.Capabilities(memory=frozenset({"cpu", "rocm", "cuda"}))
 
 
 class NeverAgain(Subject):
@@ -137,6 +147,13 @@ def test_a_level_is_told_only_when_every_rule_in_it_holds_as_a_whole() -> None:
 def test_no_level_is_told_of_a_run_that_left_a_check_out() -> None:
     assert run([*checks(), held("P2", "Faults"), Check("test_t7", "T7", "Faults")]).levels == []
     assert run([held("T7", "Faults")]).levels == []
+
+
+def test_memory_that_is_declared_and_that_no_test_moves_is_told() -> None:
+    report = run(checks(), subject=Accelerated("local"))
+    assert report.holds and report.untested == ["cuda", "rocm"] and run(checks()).untested == []
+    assert "  not tested: cuda memory, which is declared" in list(table(report))
+    assert ("memory", "cpu; declared and not tested: cuda, rocm") in facts(report)
 
 
 # --- rules that do not apply

@@ -49,6 +49,7 @@ def facts(report: Report) -> list[tuple[str, str]]:
         ("kit", f"kvcore-conformance {about.kit}"),
         ("profile", report.profile),
         ("seed", str(report.seed)),
+        ("memory", f"cpu; declared and not tested: {', '.join(report.untested)}" if report.untested else "cpu"),
         ("platform", f"{about.platform}, Python {about.python}"),
         ("started", report.started),
         ("took", report.took),

@@ -83,7 +83,8 @@ class About(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """All of it. ``levels`` are those of which every rule holds; ``faults`` what is wrong with the run itself, such as a bad waiver."""
+    """All of it. ``levels`` are those of which every rule holds; ``faults`` what is wrong with the run itself, such as a bad waiver;
+    ``untested`` kinds of memory that are declared, and that no test has moved."""
 
     about: About
     profile: str
@@ -94,6 +95,7 @@ class Report(msgspec.Struct):
     levels: list[str]
     faults: list[str]
     rules: list[RuleResult]
+    untested: list[str] = []
     schema_version: str = SCHEMA_VERSION
 
     def counts(self) -> dict[Outcome, int]:
