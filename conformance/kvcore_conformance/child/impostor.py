@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 from msgspec.structs import replace
 
 from kvcore.faults import ControlTap
-from kvcore.protocol.messages import Abort, Destination, Drained, Join
+from kvcore.protocol.messages import Abort, Destination, Drained, Join, RoomMessage
+from kvcore.states import FailureCode, Reason
 from kvcore.wire import Letter
 
 NONSENSE = b"\xc1 is never used in msgpack"
@@ -36,12 +38,23 @@ class Impostor(ControlTap):
 
     def drained(self, room: int, source: str) -> None:
         """An instance says drained of a destination that went out from here."""
-        letters = (seen.letter for seen in self.seen if seen.outgoing and isinstance(seen.letter.body, Destination))
-        asked = next(letter for letter in letters if letter.body.room == room)  # type: ignore[union-attr]
-        assert isinstance(asked.body, Destination)
-        self.inject(Letter(asked.v, source, asked.source, Drained(room, asked.body.attempt, asked.body.rg, asked.body.sg)))
+        asked, body = self._destination(room, outgoing=True)
+        self.inject(Letter(asked.v, source, asked.source, Drained(room, body.attempt, body.rg, body.sg)))
 
-    def aborts(self, room: int) -> int:
-        """How many aborts of a room have gone out from here so far."""
-        bodies = [seen.letter.body for seen in self.seen if seen.outgoing]
-        return len([body for body in bodies if isinstance(body, Abort) and body.room == room])
+    def aborted(self, room: int, source: str, to: str) -> None:
+        """An instance says to another that the lifetime has failed whose destination came here; "" is who that was from, or for."""
+        asked, body = self._destination(room, outgoing=False)
+        reason = Reason.of(FailureCode.ABORTED, "somebody says so", "decode")
+        letter = Letter(asked.v, source or asked.source, to or asked.to, Abort(room, body.attempt, body.rg, body.sg, reason))
+        self.inject(msgspec.msgpack.encode(letter), peer=asked.source)  # by the way that the destination came
+
+    def _destination(self, room: int, outgoing: bool) -> tuple[Letter, Destination]:
+        for letter, out in self.seen:
+            if out is outgoing and isinstance(letter.body, Destination) and letter.body.room == room:
+                return letter, letter.body
+        raise AssertionError(f"no destination of room {room} was seen")
+
+    def said(self, kind: str, room: int | None = None) -> int:
+        """How many letters of a kind, of a room if one is named, have gone out from here so far."""
+        bodies = [letter.body for letter, outgoing in self.seen if outgoing and type(letter.body).__name__ == kind]
+        return len([body for body in bodies if room is None or (isinstance(body, RoomMessage) and body.room == room)])

@@ -142,8 +142,8 @@ def test_a4_a_notice_about_a_published_destination_outlives_orphan_s_and_stops_o
     pair.prefill.heal()
     heard(room.sender, "decode", "say it for long")
     assert room.receiver.safe(), "the sender has heard of the abort, and the pages are not safe"
-    said = pair.decode.call("tap", "aborts", room.number)
-    stays(lambda: pair.decode.call("tap", "aborts", room.number) == said, "what was answered is said no more", 2 * LIMITS["orphan_s"])
+    said = pair.decode.call("tap", "said", "Abort", room.number)
+    stays(lambda: pair.decode.call("tap", "said", "Abort", room.number) == said, "it is said no more", 2 * LIMITS["orphan_s"])
     pair.over(room)
 
 
@@ -156,9 +156,9 @@ def test_a4_a_notice_that_nobody_answers_ends_with_orphan_s(pair: Pair) -> None:
     room.receiver.abort("nobody hears it")
     room.receiver.clear()
     until(lambda: not pair.decode.work("held").get("drain_records"), "a notice that nobody answers is kept no more")
-    said = pair.decode.call("tap", "aborts", room.number)
+    said = pair.decode.call("tap", "said", "Abort", room.number)
     assert said > 1, f"a notice that nobody answered was sent {said} times"
-    stays(lambda: pair.decode.call("tap", "aborts", room.number) == said, "it is said no more", 2 * LIMITS["orphan_s"])
+    stays(lambda: pair.decode.call("tap", "said", "Abort", room.number) == said, "it is said no more", 2 * LIMITS["orphan_s"])
     pair.over(room)
 
 

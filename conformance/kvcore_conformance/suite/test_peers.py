@@ -225,6 +225,22 @@ def test_p3_a_decode_side_that_comes_back_is_another(crew: Crew) -> None:
         works(pair, pair.prefill, latter)
 
 
+@rule("P3")
+@full
+@pytest.mark.parametrize(("source", "to"), [("another-instance", ""), ("", "another-instance")], ids=["of", "to"])
+def test_p3_a_message_of_or_to_another_instance_is_answered_and_changes_nothing(pair: Pair, source: str, to: str) -> None:
+    pair.prefill.work("aid", "impostor:Impostor", "tap")
+    pair.prefill.tap("drop", "Stranger", outgoing=True)  # the other side has not said it, and would pair anew
+    room = pair.at("published")
+    pair.prefill.call("tap", "aborted", room.number, source, to)
+    until(lambda: pair.prefill.call("tap", "said", "Stranger") == 1, "it is answered")
+    stays(lambda: room.sender.poll() == "WAITING_FOR_INPUT", "the abort is not between these two instances")
+    pair.prefill.call("tap", "aborted", room.number, "", "")
+    assert room.sender.wait() == "FAILED", "the same abort counts for nothing between these two instances either"
+    pair.prefill.heal()
+    pair.over(room)
+
+
 # --- P4
 
 
