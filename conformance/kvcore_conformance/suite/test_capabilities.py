@@ -92,6 +92,7 @@ def test_r3_what_is_called_quiescent_after_abort_writes_no_more(bare: Bare, able
 
 @rule("R3")
 def test_r3_what_is_refused_when_much_is_under_way_is_not_written(bare: Bare) -> None:
+    """An engine need not refuse any of it; what fails and is not called quiescent may be written."""
     room = number()
     bare.prefill.post("much", room, bare.to, ALL, times=2 * MANY)
     states = bare.prefill.ends("much")

@@ -12,7 +12,7 @@ from kvcore_conformance.stage.bare import bare_pair
 from kvcore_conformance.stage.driver import Child, Crew, free_port, until
 from kvcore_conformance.stage.noise import Noise, listening
 
-MESSAGES = 400
+MESSAGES = 300
 """In all; some of each kind come to each port."""
 NOISE_S = 15.0
 
