@@ -20,6 +20,8 @@ Lists = Mapping[str, tuple[Sequence[int], Sequence[int]]]
 State = tuple[str, bool, str]
 """Of a transfer that was posted: its kind, whether it is called quiescent, and why."""
 
+PROMPT_S = 0.001
+"""What a hook on the progress thread may take (B6)."""
 TINY = "tiny"
 """A pool of more pages than a transfer may have descriptors."""
 MOST_DESCRIPTORS = 4096

@@ -31,8 +31,6 @@ LIMITS = {
     "orphan_s": 0.4, "send_s": 2.0, "drain_s": 0.3,
 }  # fmt: skip
 """Above what a busy machine takes for anything that a test waits for, and not much."""
-PROMPT_S = 0.001
-"""What a hook on the progress thread may take (B6)."""
 SOON_S = 4.0
 """For what must happen long before a room's own limits, on a machine that is busy."""
 
@@ -83,7 +81,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        self._names = 0
+        self._names = self._owed = 0  # owed: answers that were late, and may be taken for those of later calls
         self._buffer = b""
         self.took_s = 0.0
         """Seconds that the last call took in the child."""
@@ -133,7 +131,9 @@ class Child:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(command).encode() + b"\n")
         self._process.stdin.flush()
+        self._owed += 1
         answer = json.loads(self._line(time.monotonic() + ANSWER_S + waits_s, f"{on}.{do}"))
+        self._owed -= 1
         if "error" in answer:
             raise ChildError(answer["error"], answer["text"])
         self.took_s = answer["took_s"]
@@ -175,7 +175,7 @@ class Child:
     def stopped(self) -> bool:
         """Close the manager, so that another can be made; False, and the process is ended, if it cannot be used any more."""
         try:
-            if self.running:
+            if self.running and not self._owed:
                 self.thaw()
                 self.work("stop", waits_s=LIMITS["drain_s"] + 5.0)
                 return True

@@ -7,8 +7,8 @@ import pytest
 from kvcore import Capabilities
 from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.arena import POOLS, number
-from kvcore_conformance.stage.bare import TINY, Bare, State, bare_pair, brief, descriptors, engines
-from kvcore_conformance.stage.driver import PROMPT_S, SOON_S, Crew, PoolSpec, error_of, until
+from kvcore_conformance.stage.bare import PROMPT_S, TINY, Bare, State, bare_pair, brief, descriptors, engines
+from kvcore_conformance.stage.driver import SOON_S, Crew, PoolSpec, error_of, until
 
 KV, AUX = POOLS
 ALL = {"kv": (range(KV.pages), range(KV.pages))}

@@ -8,8 +8,8 @@ import pytest
 
 from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.arena import Pair, number, paired
-from kvcore_conformance.stage.bare import Bare, brief, engines
-from kvcore_conformance.stage.driver import PROMPT_S, SOON_S, Crew, error_of
+from kvcore_conformance.stage.bare import PROMPT_S, Bare, brief, engines
+from kvcore_conformance.stage.driver import SOON_S, Crew, error_of
 
 BUSY_S = 0.005
 """What a hook that should take a millisecond takes as a median, on a machine that is busy."""
