@@ -15,7 +15,7 @@ from kvcore_conformance.stage.driver import SOON_S, Child, Crew, Handle, free_po
 LETTERS = ("Join", "Here", "Destination", "Status", "Ack", "Abort", "Which", "Drained")
 LOST_S = LIMITS["liveness_s"] + SOON_S
 SLOW_S = 0.25
-PATIENT = {"liveness_s": 8.0, "quarantine_s": 14.0}
+PATIENT = {"liveness_s": 9.0, "quarantine_s": 14.0}
 LATE_S = 0.15
 NONSENSE = 200
 JOINS = 70_000

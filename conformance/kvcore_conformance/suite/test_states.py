@@ -208,7 +208,7 @@ def test_s8_receive_restarts_input_s(pair: Pair, crew: Crew) -> None:
     with impatient(pair, crew, "decode", {"input_s": LONGER_S}) as both:
         for _ in range(TRIES):  # a machine that stands still has the room end before
             room = both.open()
-            assert room.receiver.until("WAITING_FOR_INPUT") == "WAITING_FOR_INPUT"
+            room.receiver.until("WAITING_FOR_INPUT", "FAILED")
             stays(lambda: True, "nobody calls receive", LONGER_S / 2)
             called = time.monotonic()
             room.receiver.receive({})
