@@ -164,7 +164,7 @@ def test_p2_a_peer_that_stands_still_for_half_the_limit_loses_nothing(crew: Crew
         room = pair.at("published")
         pair.expect(room)
         pair.decode.freeze()
-        stays(lambda: True, "decode stands still", 5.0)
+        stays(lambda: True, "decode stands still", 5.6)
         pair.decode.thaw()
         room.send()
         room.ends("SUCCESS")

@@ -14,6 +14,7 @@ HERE, THERE = (1, 16, 17, 45), (13, 14, 28, 46)
 LARGE = (PoolSpec("kv", pages=16, page_bytes=512 * 1024, layers=1),)
 HALVES = tuple(range(8)), tuple(range(8, 16))
 TURNS = 4
+JOINED_S = 0.15
 
 
 def opened(pair: Pair, room: int, attempt: int, first: str = "prefill") -> Room:
@@ -128,6 +129,11 @@ def test_c4_the_same_attempt_long_after_both_ended_unpaired(pair: Pair, first: s
         assert alone.unpaired, "the other side was never met, and the handle says that it was"
         alone.clear()
     stays(lambda: True, "both have ended", 2 * LIMITS["orphan_s"] + 0.1)
+    early = pair.decode.receiver(room, pair.prefill)
+    refused = early.until("FAILED", timeout=JOINED_S) == "FAILED" and early.failure.code != "no_such_room"
+    assert not refused, f"long after both had ended unpaired a receiver was refused with {early.failure}"
+    early.clear()
+    stays(lambda: True, "that receiver has ended", 2 * LIMITS["orphan_s"] + 0.1)
     completes(pair, opened(pair, room, 0, first), f"opened on {first} first, long after both had ended unpaired")
 
 
