@@ -31,7 +31,7 @@ ENGINE_RUNS := own-nixl own-mooncake own-ascend own-mori core-nixl core-nixl-tcp
 ON_SHIMS = eval "$$($(BIN)/python plugins/shims/environment.py $(1) $(SHIMS))" &&
 KIT = $(BIN)/kvcore-conformance --report build/conformance
 
-.PHONY: demo test test-example test-engines test-slow slow-core slow-engines mutation lint format bench install install-engines clean $(ENGINE_RUNS)
+.PHONY: demo test test-example test-engines test-slow slow-core slow-engines support mutation lint format bench install install-engines clean $(ENGINE_RUNS)
 
 demo: $(STAMP) $(filter $(STAMP)-$(BACKEND),$(PLUGIN_STAMPS))
 	$(BIN)/kvcore demo --backend $(BACKEND) $(ARGS)
@@ -104,6 +104,12 @@ slow-engines: $(PLUGIN_STAMPS)
 	$(KIT)/nixl --backend nixl --soak 2
 	UCX_TLS=tcp $(KIT)/nixl-tcp --backend nixl --soak 2
 	$(KIT)/mooncake --backend mooncake --soak 2
+
+# The support table of README.md, from the reports of the last runs of the kit: after test and test-engines, or test-slow.
+support: $(STAMP)
+	$(BIN)/python -m kvcore_conformance.support --into README.md build/conformance/local/report.json \
+		"nixl, shared memory=build/conformance/nixl/report.json" "nixl, TCP=build/conformance/nixl-tcp/report.json" \
+		"mooncake, TCP=build/conformance/mooncake/report.json"
 
 # Faults in the core one by one, about half an hour: does the kit see them?
 mutation: $(STAMP)

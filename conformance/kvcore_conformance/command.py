@@ -11,12 +11,14 @@ import pytest
 
 from kvcore.errors import KVCoreError, one_line
 from kvcore_conformance import __version__
+from kvcore_conformance.report.write import prepare
 from kvcore_conformance.subject import Subject, options_from
 from kvcore_conformance.waivers import Waivers
 
 PLUGIN = "kvcore_conformance.plugin"
 SUITE = "kvcore_conformance.suite"
 TIMEOUT_S = 120
+MOST_MINUTES = 10_000
 EXIT: dict[int, int] = {pytest.ExitCode.OK: 0, pytest.ExitCode.USAGE_ERROR: 2, pytest.ExitCode.NO_TESTS_COLLECTED: 2}
 """What is neither, such as a run that was interrupted, has not shown that the contract is kept."""
 
@@ -32,6 +34,8 @@ def run(arguments: Sequence[str]) -> int:
     try:
         Subject(chosen.backend, options_from(chosen.options) if chosen.options is not None else {}).check()
         Waivers.read(chosen.waivers)
+        if chosen.report is not None:
+            prepare(chosen.report)  # pytest itself would fail at the end
     except KVCoreError as error:
         sys.stderr.write(f"kvcore-conformance: {one_line(error)}\n")
         return 2
@@ -47,6 +51,16 @@ def run(arguments: Sequence[str]) -> int:
     return EXIT.get(int(pytest.main([*words, *more, "--pyargs", SUITE])), 1)
 
 
+def minutes(text: str) -> float:
+    """Of a soak, as the command line has them."""
+    try:
+        if 0 <= (found := float(text)) <= MOST_MINUTES:
+            return found
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of minutes from 0 to {MOST_MINUTES}")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvcore-conformance",
@@ -59,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--profile", choices=("quick", "full"), default="full", help="quick: every rule once (default: full)")
     parser.add_argument("--report", type=Path, metavar="DIR", help="write the report here")
     parser.add_argument("--waivers", type=Path, metavar="FILE", help="rules that may fail, each with rule, reason and expires")
-    parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES", help="a mixed load for so long as well")
+    parser.add_argument("--soak", type=minutes, default=0.0, metavar="MINUTES", help="a mixed load for so long as well")
     parser.add_argument("--seed", type=int, metavar="N", help="of what is drawn at random; a failure prints it")
     return parser
 

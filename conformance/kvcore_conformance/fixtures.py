@@ -22,6 +22,7 @@ __all__ = ["able", "bare", "crew", "kept_engines", "pair", "patient", "standing"
 def crew(kvcore_subject: Subject, request: pytest.FixtureRequest) -> Iterator[Crew]:
     """Processes over the subject, for tests that need their own."""
     crew = Crew(kvcore_subject.env, kvcore_subject.backend, kvcore_subject.options)
+    crew.reopens = kvcore_subject.capabilities.reopens
     request.config.stash[CREW] = crew
     yield crew
     crew.end()

@@ -6,6 +6,7 @@ In a run with them ``record.Recorder`` notes what becomes of each.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,18 +73,21 @@ def seed(config: pytest.Config) -> int:
     return found
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def in_profile(config: pytest.Config, marked: Callable[[str], object]) -> bool:
+    """Whether the run's profile has a test with these marks."""
     quick, soaks = config.getoption("--kvcore-profile") == "quick", config.getoption("--kvcore-soak") > 0
-    left_out = [
-        item for item in items
-        if (quick and item.get_closest_marker("kvcore_full")) or (not soaks and item.get_closest_marker("kvcore_soak"))
-    ]  # fmt: skip
-    if left_out:
+    return not (quick and marked("kvcore_full")) and not (not soaks and marked("kvcore_soak"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
+    """Leave out what the profile does not have. What ``-k`` and its like leave out is noted before that: it is not run."""
+    checks = [item for item in items if item.get_closest_marker("kvcore_rule")]
+    yield
+    if left_out := [item for item in items if not in_profile(config, item.get_closest_marker)]:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
-    checks = [item for item in items if item.get_closest_marker("kvcore_rule")]
-    if not checks or config.option.collectonly:
+    if config.option.collectonly or not set(checks) & set(items):
         return
     if hasattr(config, "workerinput"):  # a process of pytest-xdist
         config.pluginmanager.register(Refusal(), "kvcore-conformance-refusal")

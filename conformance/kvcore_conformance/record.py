@@ -3,36 +3,53 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
-from kvcore_conformance.plugin import CREW, FAILED, chosen, seed
+from kvcore.errors import KVCoreError, one_line
+from kvcore_conformance import suite
+from kvcore_conformance.plugin import CREW, FAILED, chosen, in_profile, seed
 from kvcore_conformance.report.model import Check, Report, Story
 from kvcore_conformance.report.table import table
-from kvcore_conformance.report.write import write
+from kvcore_conformance.report.write import prepare, write
 from kvcore_conformance.stage.arena import Pair
+from kvcore_conformance.stage.bare import Bare
+from kvcore_conformance.stage.driver import Child
 from kvcore_conformance.subject import Subject
 from kvcore_conformance.verdicts import Run, judge
 from kvcore_conformance.waivers import Waivers
 
 
 class Recorder:
-    """The plugin of a run with tests of the suite. Raises ``ConfigError`` for a waivers file that cannot be read."""
+    """The plugin of a run with tests of the suite. Raises ``ConfigError`` for a waivers file that cannot be read, or a report's folder that
+    cannot be written."""
 
     def __init__(self, config: pytest.Config, items: Sequence[pytest.Item]) -> None:
         self._config, self._started = config, time.monotonic()
         self._waivers = Waivers.read(config.getoption("--kvcore-waivers"))
-        self._checks = {item.nodeid: _check(item) for item in items}
+        self._folder: Path | None = config.getoption("--kvcore-report")
+        if self._folder is not None:
+            prepare(self._folder)
+        self._checks = {item.nodeid: _check(item) for item in items if in_profile(config, item.get_closest_marker)}
+        self._checks.update(_not_collected(config, items))
         self._others_fail = items[0].session.testsfailed > 0
         self._subject: Subject | None = None
         self._report: Report | None = None
+        self._refused = False
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[object]) -> Generator[None, object, object]:
-        """Learn of a subject that code has set up."""
+        """Learn of a subject that code has set up. One that no manager would take ends the run, as it does on the command line."""
+        __tracebackhide__ = True
         found = yield
         if fixturedef.argname == "kvcore_subject" and isinstance(found, Subject):
+            try:
+                found.check()
+            except KVCoreError as error:
+                self._refused = True
+                pytest.exit(one_line(error), pytest.ExitCode.USAGE_ERROR)
             self._subject = found
         return found
 
@@ -57,13 +74,14 @@ class Recorder:
         return report
 
     def _stories(self, item: pytest.Item) -> list[Story]:
-        """What the processes of the test have seen last: those it borrowed for itself, those of its pair, or all there are."""
+        """What the processes of the test have seen last: those of its pair and those it borrowed for itself, or all there are."""
         crew = self._config.stash.get(CREW, None)
         if crew is None:
             return []
-        pairs = [value for value in getattr(item, "funcargs", {}).values() if isinstance(value, Pair)]
-        mine = [child for pair in pairs for child in (pair.prefill, pair.decode)]
-        return crew.told or [child.last_words() for child in mine or crew.lent]
+        mine = [child for value in getattr(item, "funcargs", {}).values() for child in _children(value)]
+        told = {story.pid: story for story in crew.told}
+        asked = mine or ([] if told else crew.lent)
+        return [*(child.last_words() for child in asked if child.pid not in told), *told.values()]
 
     def _forget(self) -> None:
         """What a test that has passed left told is not the next one's."""
@@ -75,12 +93,14 @@ class Recorder:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Judge what was run; a rule that does not hold fails the run."""
         config = self._config
+        if self._refused:
+            return
         self._report = report = judge(Run(
             self._subject or chosen(config), list(self._checks.values()), config.getoption("--kvcore-profile"), seed(config),
             time.monotonic() - self._started, self._waivers,
         ))  # fmt: skip
-        if folder := config.getoption("--kvcore-report"):
-            write(report, folder)
+        if self._folder is not None:
+            write(report, self._folder)
         if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             well = report.holds and not self._others_fail
             session.exitstatus = pytest.ExitCode.OK if well else pytest.ExitCode.TESTS_FAILED
@@ -92,6 +112,24 @@ class Recorder:
         terminalreporter.section("the transfer contract")
         for line in table(self._report):
             terminalreporter.line(line)
+
+
+def _children(value: object) -> list[Child]:
+    """The processes of what a fixture gave to a test."""
+    if isinstance(value, Pair):
+        return [value.prefill, value.decode]
+    return [value.prefill.child, value.decode.child] if isinstance(value, Bare) else []
+
+
+def _not_collected(config: pytest.Config, items: Sequence[pytest.Item]) -> Iterator[tuple[str, Check]]:
+    """Tests that the suite has for the profile and the run has not even collected, such as when a file or a test is named."""
+    collected = {getattr(item, "originalname", item.name) for item in items}
+    for name in suite.__all__:
+        function = getattr(suite, name)
+        marks = {mark.name: mark for mark in getattr(function, "pytestmark", ())}
+        if name not in collected and "kvcore_rule" in marks and in_profile(config, marks.get):
+            file = f"{function.__module__.rpartition('.')[2]}.py::{name}"
+            yield file, Check(file, *marks["kvcore_rule"].args)
 
 
 def _check(item: pytest.Item) -> Check:

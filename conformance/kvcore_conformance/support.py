@@ -1,31 +1,35 @@
-"""The support table of a README, made from reports: ``python -m kvcore_conformance.support [NAME=]report.json ...`` prints it.
+"""The support table of a README, made from reports: ``python -m kvcore_conformance.support [NAME=]report.json ...`` prints it; with
+``--into README.md`` before these it replaces the one in that page.
 
 A name tells apart what one plugin was tested over, such as ``"nixl, TCP=out/tcp/report.json"``.
 """
 
 from __future__ import annotations
 
+import argparse
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvcore.errors import ConfigError
+from kvcore.errors import ConfigError, one_line
 from kvcore_conformance.report.markdown import cell
 from kvcore_conformance.report.model import Report, RuleResult, read
 
 Named = tuple[str, Report]
+HEAD = "| backend | plugin | engine | contract | "
 
 
 def support(reports: Sequence[Named]) -> Iterator[str]:
     """The lines of a Markdown table: plugin x group, with the versions of plugin and engine."""
     groups = list(dict.fromkeys(group for _, report in reports for group in report.groups()))
-    yield f"| backend | plugin | engine | contract | {' | '.join(groups)} | levels |"
+    yield f"{HEAD}{' | '.join(groups)} | levels |"
     yield "|---" * (len(groups) + 5) + "|"
     for name, report in reports:
         about, ruled = report.about, report.groups()
         cells = [name, f"{about.distribution} {about.version}", about.engine or "its own", about.contract]
         cells += [_group(ruled.get(group, [])) for group in groups]
-        cells.append(", ".join(report.levels) if report.holds and report.levels else "none")
+        cells.append(report.standing if report.holds else "none")
         yield f"| {' | '.join(map(cell, cells))} |"
 
 
@@ -40,6 +44,15 @@ def _group(rules: Sequence[RuleResult]) -> str:
     return f"holds, without {', '.join(lifted)}" if lifted else "holds"
 
 
+def renewed(page: str, table: Sequence[str]) -> str:
+    """A page with this table in the place of the one that it has; raises ``ConfigError`` if it has none."""
+    text = "".join(f"{line}\n" for line in table)
+    page, found = re.subn(rf"^{re.escape(HEAD)}.*\n(\|.*\n)*", lambda _: text, page, count=1, flags=re.MULTILINE)
+    if not found:
+        raise ConfigError(f"the page has no table to replace; put a line into it that begins with {HEAD!r}")
+    return page
+
+
 def _named(argument: str) -> Named:
     name, _, file = argument.rpartition("=")
     report = read(Path(file))
@@ -47,15 +60,24 @@ def _named(argument: str) -> Named:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print it; 2 and one line for what is no report."""
+    """Print it, or write it; 2 and one line for what is no report or no page."""
+    parser = argparse.ArgumentParser(prog="python -m kvcore_conformance.support")
+    parser.add_argument("--into", type=Path, metavar="PAGE")
+    parser.add_argument("reports", nargs="*", metavar="[NAME=]report.json")
+    chosen = parser.parse_args(arguments)
+    page: Path | None = chosen.into
     try:
-        reports = [_named(argument) for argument in arguments]
+        reports = [_named(report) for report in chosen.reports]
         if not reports:
             raise ConfigError("no report is named; name the report.json of each run: [NAME=]report.json ...")
-    except ConfigError as error:
-        sys.stderr.write(f"kvcore_conformance.support: {error}\n")
+        lines = list(support(reports))
+        if page is not None:
+            page.write_text(renewed(page.read_text(encoding="utf-8"), lines), encoding="utf-8")
+    except (ConfigError, OSError) as error:
+        sys.stderr.write(f"kvcore_conformance.support: {one_line(error)}\n")
         return 2
-    sys.stdout.writelines(f"{line}\n" for line in support(reports))
+    if page is None:
+        sys.stdout.writelines(f"{line}\n" for line in lines)
     return 0
 
 

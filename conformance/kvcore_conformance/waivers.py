@@ -24,11 +24,16 @@ class Waiver:
     reason: str
     expires: datetime.date
 
-    @property
-    def well_formed(self) -> bool:
-        """Whether what was read from a file has these types; a date with a time is none."""
-        texts = all(isinstance(text, str) and text.strip() for text in (self.rule, self.reason))
-        return texts and type(self.expires) is datetime.date
+
+def _waiver(entry: object) -> Waiver:
+    """What was read from a file, if it has these names and types; a date with a time is none."""
+    if not isinstance(entry, dict) or set(entry) != {"rule", "reason", "expires"}:
+        raise ValueError(f"{shown(entry)} is no waiver of rule, reason and expires")
+    found = Waiver(**entry)
+    texts = all(isinstance(text, str) and text.strip() for text in (found.rule, found.reason))
+    if not texts or type(found.expires) is not datetime.date:
+        raise ValueError(f"the waiver for {shown(found.rule)} has no rule or no reason, or its expires is not a date")
+    return found
 
 
 @dataclass(frozen=True)
@@ -44,11 +49,9 @@ class Waivers:
             return cls()
         try:
             found = tomllib.loads(file.read_text(encoding="utf-8"))
-            entries = [Waiver(**entry) for entry in found.pop("waiver", [])]
+            entries = [_waiver(entry) for entry in found.pop("waiver", [])]
             if found:
                 raise ValueError(f"it has {shown(next(iter(found)))}")
-            if not all(one.well_formed for one in entries):
-                raise ValueError("a waiver has no rule or no reason, or its expires is not a date")
             by_rule = {one.rule: one for one in entries}
             if len(by_rule) < len(entries):
                 raise ValueError("it waives a rule twice")
@@ -57,14 +60,14 @@ class Waivers:
             raise ConfigError(f"{text}; write [[waiver]] with rule, reason and expires = 2027-01-31") from error
         return cls(by_rule)
 
-    def faults(self, known: Iterable[str], passed: Iterable[str], today: datetime.date) -> list[str]:
-        """What is wrong with them after a run in which these rules passed."""
-        known, passed, found = set(known), set(passed), []
+    def faults(self, known: Iterable[str], needless: Iterable[str], today: datetime.date) -> list[str]:
+        """What is wrong with them after a run in which these rules needed none."""
+        known, needless, found = set(known), set(needless), []
         for one in self.by_rule.values():
             if one.rule not in known:
                 found.append(f"waiver for {one.rule}: there is no such rule; remove it")
             elif one.expires < today:
                 found.append(f"waiver for {one.rule} expired on {one.expires}; keep the rule, or agree on another date")
-            elif one.rule in passed:
-                found.append(f"waiver for {one.rule}: the rule holds; remove it")
+            elif one.rule in needless:
+                found.append(f"waiver for {one.rule}: the rule holds, or does not apply; remove it")
         return found

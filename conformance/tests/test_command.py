@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 from kvcore_conformance import __version__, command
-from kvcore_conformance.report.model import Check, Report, RuleResult, read
+from kvcore_conformance.report.model import BUDGET_S, Check, Report, RuleResult, read
 
 MOST_S = 90.0
+"""The longest that a run of some tests may take."""
 PLUGIN = ("-p", "kvcore_conformance.plugin")
 TWO_RULES = """
-    from kvcore_conformance import verdicts
+    from kvcore_conformance import suite, verdicts
+    suite.__all__ = []
     known = verdicts.rules()
     verdicts.rules = lambda: {name: known[name] for name in ("S1", "A2")}
 """
@@ -51,11 +53,11 @@ class Ran:
         return next(check for rule in self.report.rules for check in rule.checks if check.name.endswith(name))
 
 
-def subject_to(arguments: list[str], folder: Path) -> Ran:
+def subject_to(arguments: list[str], folder: Path, within: float = MOST_S) -> Ran:
     places = [str(Path(command.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places)), "COLUMNS": "200"}
     ran = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=MOST_S, check=False
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=within, check=False
     )
     return Ran(ran.returncode, ran.stdout + ran.stderr, folder)
 
@@ -96,9 +98,17 @@ def test_what_the_command_does_not_know_is_passed_on(monkeypatch: pytest.MonkeyP
         (["--backend", "local", "--options", "FILE"], "prot = 1", "has no option 'prot'"),
         (["--backend", "local", "--options", "none.toml"], "", "options file 'none.toml' cannot be read"),
         (["--backend", "local", "--waivers", "FILE"], "[[waiver]]\nrule = 'A2'", "waivers file .* cannot be read"),
+        (
+            ["--backend", "local", "--waivers", "FILE"],
+            "[waiver]\nrule = 'A2'",
+            "'rule' is no waiver of rule, reason and expires",
+        ),
+        (["--backend", "local", "--waivers", "FILE"], "[[waiver]]\nrule='A2'\nreason=''\nexpires=2999-01-01", "waiver for 'A2' has no"),
         (["--backend", "local", "--waivers", "none.toml"], "", "waivers file 'none.toml' cannot be read"),
+        (["--backend", "local", "--report", "FILE"], "", "a report cannot be written into '.*file.toml'"),
+        (["--backend", "local", "--report", "/proc/report"], "", "a report cannot be written into '/proc/report'"),
     ],
-    ids=["backend", "options", "an option", "no options", "waivers", "no waivers"],
+    ids=["backend", "options", "an option", "no options", "waivers", "a table", "no reason", "no waivers", "a file", "no folder"],
 )
 def test_a_wrong_call_ends_with_2_and_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str, says: str
@@ -108,6 +118,13 @@ def test_a_wrong_call_ends_with_2_and_one_line(
     assert command.run([str(file) if word == "FILE" else word for word in arguments]) == 2
     error = capsys.readouterr().err
     assert re.match(f"kvcore-conformance: .*{says}", error) and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("soak", ["-3", "nan", "inf", "long"])
+def test_a_soak_of_no_such_time_is_a_wrong_call(capsys: pytest.CaptureFixture[str], soak: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.run(["--backend", "local", f"--soak={soak}"])
+    assert f"'{soak}' is no number of minutes" in capsys.readouterr().err
 
 
 def test_the_version_and_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,6 +146,17 @@ def test_a_run_of_the_command_reports_in_every_form(tmp_path: Path) -> None:
     cases = list(ElementTree.parse(tmp_path / "out" / "junit.xml").iter("testcase"))
     assert cases and all("test_s4" in case.attrib["name"] for case in cases)
     assert {(one.attrib["name"], one.attrib["value"]) for case in cases for one in case.iter("property")} == {("rule", "S4")}
+    listed = subject_to(["-m", "kvcore_conformance.command", "--backend", "local", "--profile", "quick", "--collect-only"], tmp_path)
+    names = {line.rpartition("/")[2] for line in listed.out.splitlines() if "::" in line}
+    assert {check.name for rule in ran.report.rules for check in rule.checks} == names, "it tells of each test of the profile"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", BUDGET_S)
+def test_a_profile_keeps_to_its_budget(tmp_path: Path, profile: str) -> None:
+    words = ["-m", "kvcore_conformance.command", "--backend", "local", "--profile", profile, "--report", "out"]
+    ran = subject_to(words, tmp_path, within=3 * BUDGET_S[profile])
+    assert ran.code == 0 and ran.report.spent <= BUDGET_S[profile], ran.out[-2000:]
 
 
 def test_a_selection_without_tests_is_a_wrong_call(tmp_path: Path) -> None:
@@ -242,9 +270,49 @@ def test_tests_that_a_run_does_not_come_to_are_not_run(tmp_path: Path) -> None:
     assert ran.code == 2 and [ran.rule(name).outcome for name in ("A2", "S1")] == ["not run", "not run"]
 
 
+A2 = S1.replace("S1", "A2").replace("s1", "a2")
+TWO_OF_A2 = A2 + A2.partition("\n\n")[2].replace("holds", "holds_too").join(("\n\n", "\n"))
+
+
+@pytest.mark.parametrize(
+    "arguments", [("-k", "not holds_too"), ("--deselect", "test_a.py::test_a2_holds_too")], ids=["by a word", "by name"]
+)
+def test_tests_that_are_left_out_are_not_run(tmp_path: Path, arguments: tuple[str, str]) -> None:
+    ran = run(tmp_path, *arguments, conftest=TWO_RULES, test_s=S1, test_a=TWO_OF_A2)
+    assert ran.code == 1 and ran.report.levels == [] and ran.rule("S1").outcome == "passed"
+    assert (ran.rule("A2").outcome, ran.rule("A2").why) == ("not run", "not all tests of it were run")
+    assert not ran.check("test_a2_holds_too").ran and ran.check("test_a2_holds").passed
+
+
+def test_tests_of_the_suite_that_are_not_even_collected_are_not_run(tmp_path: Path) -> None:
+    ran = run(tmp_path, test_s=S1)
+    assert ran.code == 1 and {rule.outcome for rule in ran.report.rules} == {"not run"}, "S1 has more tests than this one"
+    assert ran.check("test_s1_holds").passed and "test_states.py::test_s1_" in " ".join(check.name for check in ran.rule("S1").checks)
+
+
 def test_a_wrong_waivers_file_is_a_wrong_call(tmp_path: Path) -> None:
     ran = run(tmp_path, "--kvcore-waivers=none.toml", test_s=S1)
     assert ran.code == pytest.ExitCode.USAGE_ERROR and "waivers file" in ran.out and "Traceback" not in ran.out
+
+
+@pytest.mark.parametrize("subject", ["'nope'", "'local', {'prot': 1}"], ids=["backend", "option"])
+def test_a_subject_that_cannot_be_is_a_wrong_call_too(tmp_path: Path, subject: str) -> None:
+    own = f"""
+        import pytest
+        from kvcore_conformance import Subject
+        from kvcore_conformance.marks import rule
+
+        @pytest.fixture(scope="session")
+        def kvcore_subject():
+            yield Subject({subject})
+
+        @rule("S1")
+        def test_s1_holds(kvcore_subject):
+            pass
+    """
+    ran = run(tmp_path, test_own=own)
+    assert ran.code == pytest.ExitCode.USAGE_ERROR and "Traceback" not in ran.out and "the transfer contract" not in ran.out
+    assert "no backend 'nope' is installed" in ran.out or "has no option 'prot'" in ran.out
 
 
 def test_the_suite_is_not_spread_over_processes(tmp_path: Path) -> None:
@@ -276,6 +344,16 @@ OWN = """
             pair.prefill.freeze()
             pair.decode.kill()
             assert False, "no"
+
+    @rule("P3")
+    def test_p3_of_mine(pair, crew):
+        with crew.lend(1) as (odd,):
+            odd.start("decode")
+            assert False, "no"
+
+    @rule("B4")
+    def test_b4_of_mine(bare):
+        assert False, "no"
 """
 
 
@@ -288,6 +366,10 @@ def test_a_star_import_brings_the_suite_with_a_subject_of_ones_own(tmp_path: Pat
     assert all("on purpose" in story.events[-1] for story in standing) and all(len(story.events) <= 50 for story in standing)
     assert " paired " in " ".join(own[0].events), "a process that stands still is woken to tell what it saw"
     assert [story.role for story in own] == ["prefill", "decode"] and own[1].events[0].startswith("it tells nothing")
+    assert [story.role for story in ran.check("test_p3_of_mine").stories] == ["prefill", "decode", "decode"]
+    engines = ran.check("test_b4_of_mine").stories
+    assert [story.role for story in engines] == ["prefill", "decode"]
+    assert all(" kvcore_connect " in " ".join(story.events) for story in engines)
     assert re.search(r"A2 failed\. .*seed \d+.*the last events of prefill .* and decode .*on purpose", ran.out, re.DOTALL)
 
 

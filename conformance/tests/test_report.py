@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,7 +18,6 @@ from kvcore_conformance.report.markdown import markdown
 from kvcore_conformance.report.model import About, Check, Report, RuleResult, Story, read, schema_text
 from kvcore_conformance.report.table import table
 from kvcore_conformance.report.write import write
-from kvcore_conformance.support import main, support
 
 from kvcore.errors import ConfigError
 
@@ -132,7 +129,7 @@ def test_the_table_tells_of_a_failed_rule_its_text_its_seed_and_the_events() -> 
 
 def test_the_table_of_a_good_run_is_short() -> None:
     lines = list(table(report(rule("S1", group="states"), rule("A2"), levels=("Core",))))
-    assert len(lines) == 4 and lines[-1].startswith("holds: 2 passed; levels: Core; seed 4711")
+    assert len(lines) == 4 and lines[-1].startswith("holds: 2 passed; levels: Core (quick); seed 4711; 3.2 s (quick: 3.2 of 20 s)")
 
 
 # --- Markdown
@@ -183,7 +180,7 @@ def test_the_page_is_well_formed_and_shows_what_failed_at_once() -> None:
     assert list(rules) == ["S1", "A2", "A3", "A4", "B7"]
     assert [name for name, attributes in rules.items() if "open" in attributes] == ["A2"]
     assert ("a", {"href": "#A2"}) in found.tags
-    assert '--seed 4711 -k "test_a2_x"' in found.text and found.text.index("late decode") < found.text.index("cleared prefill")
+    assert '-k "test_a2_x" and the seed 4711' in found.text and found.text.index("late decode") < found.text.index("cleared prefill")
 
 
 def test_the_page_needs_nothing_from_anywhere_and_runs_nothing() -> None:
@@ -212,10 +209,10 @@ def test_text_of_a_backend_is_shown_and_not_taken_for_markup(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("found", "words", "colour"),
     [
-        (report(rule("A2"), levels=("Core", "Abort and Clear")), "Core, Abort and Clear", "#2e7d32"),
+        (report(rule("A2"), levels=("Core", "Abort and Clear")), "Core, Abort and Clear (quick)", "#2e7d32"),
         (report(rule("A2", "failed"), levels=("Core",)), "fails", "#b3261e"),
-        (report(rule("A2", "waived"), levels=("Core",)), "Core", "#8a6d00"),
-        (report(rule("A2", "waived")), "holds, with waivers", "#8a6d00"),
+        (report(rule("A2", "waived"), levels=("Core",)), "Core (quick)", "#8a6d00"),
+        (report(rule("A2", "waived")), "holds, with waivers (quick)", "#8a6d00"),
         (report(rule("A2", "not run")), "fails", "#b3261e"),
     ],
 )
@@ -224,28 +221,3 @@ def test_the_badge_says_which_levels_hold(found: Report, words: str, colour: str
     name = "{http://www.w3.org/2000/svg}"
     assert [text.text for text in image.iter(f"{name}text")] == ["kvcore contract 1.0", words]
     assert image.attrib["aria-label"] == f"kvcore contract 1.0: {words}" and colour in badge(found)
-
-
-# --- the support table
-
-
-def test_the_support_table_has_a_row_a_report_and_a_column_a_group() -> None:
-    good = report(rule("S1", group="states"), rule("A2"), rule("B7", "not applicable", "backends"), levels=("Core", "Abort and Clear"))
-    lines = list(support([("mine, TCP", good), ("mine", failing())]))
-    assert lines[0] == "| backend | plugin | engine | contract | states | abort | backends | levels |"
-    assert lines[2] == ("| mine, TCP | kvcore-mine 0.3.0 | nixl 1.5.1 | 1.0 | holds | holds | holds, without B7 | Core, Abort and Clear |")
-    assert lines[3].endswith("| holds | A2 failed, A3 not run, A4 waived | holds, without B7 | none |")
-
-
-def test_the_support_command_prints_it_and_refuses_what_is_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(report(rule("A2"), engine=""), tmp_path)
-    file = str(tmp_path / "report.json")
-    command = [sys.executable, "-m", "kvcore_conformance.support", f"mine, TCP={file}", file]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert ran.stdout.splitlines()[2:] == [
-        "| mine, TCP | kvcore-mine 0.3.0 | its own | 1.0 | holds | none |",
-        "| mine | kvcore-mine 0.3.0 | its own | 1.0 | holds | none |",
-    ]
-    for arguments in ([], [str(tmp_path / "none.json")]):
-        assert main(arguments) == 2
-        assert capsys.readouterr().err.count("\n") == 1

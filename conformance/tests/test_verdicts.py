@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from kvcore_conformance import Subject, __version__, verdicts
 from kvcore_conformance.marks import home
+from kvcore_conformance.report.markdown import facts
 from kvcore_conformance.report.model import Check, Report, RuleResult
+from kvcore_conformance.report.table import table
 from kvcore_conformance.requirements import Rule, rules
 from kvcore_conformance.verdicts import Run, judge
 from kvcore_conformance.waivers import Waivers
@@ -21,6 +23,14 @@ from kvcore.errors import ConfigError
 
 CONTRACT = Path(__file__).parents[2] / "docs" / "contract.md"
 LATER, PAST = "2999-01-31", "2020-01-31"
+
+
+class Accelerated(Subject):
+    """Declares memory that no test moves."""
+
+    @property
+    def capabilities(self) -> kvcore.Capabilities:
+        return kvcore.Capabilities(memory=frozenset({"cpu", "rocm", "cuda"}))
 
 
 class NeverAgain(Subject):
@@ -113,12 +123,12 @@ def test_one_failed_check_of_several_fails_its_rule_and_no_other() -> None:
 
 def test_a_rule_without_a_check_is_not_run_and_fails_the_run() -> None:
     report = run([check for check in checks() if check.rule != "T6"])
-    assert of(report, "T6").outcome == "not run" and not report.holds and report.levels == ["Abort and Clear"]
+    assert of(report, "T6").outcome == "not run" and not report.holds and report.levels == []
 
 
 def test_a_check_that_the_run_did_not_come_to_is_not_taken_for_passed() -> None:
     report = run([*checks(), Check("test_c1_late", "C1", home("C1"))])
-    assert of(report, "C1").outcome == "not run" and not report.holds and report.levels == ["Core"]
+    assert of(report, "C1").outcome == "not run" and not report.holds and report.levels == []
 
 
 def test_a_check_of_a_rule_that_there_is_not_fails_the_run() -> None:
@@ -126,11 +136,24 @@ def test_a_check_of_a_rule_that_there_is_not_fails_the_run() -> None:
     assert not report.holds and report.faults == ["test_z9 names rule Z9, which the contract does not have"]
 
 
-def test_a_level_is_told_only_when_all_of_its_checks_hold() -> None:
+def test_a_level_is_told_only_when_every_rule_in_it_holds_as_a_whole() -> None:
     faults = [held("P2", "Faults"), held("R3", "Faults")]
     assert run([*checks(), *faults]).levels == ["Core", "Abort and Clear", "Faults"]
-    assert run([*checks(), *faults, broken("T7", "Faults")]).levels == ["Core", "Abort and Clear"]
-    assert run([*checks(), *faults, Check("test_t7", "T7", "Faults")]).levels == ["Core", "Abort and Clear"]
+    assert run([*checks(), *faults, broken("T7", "Faults")]).levels == ["Abort and Clear"]
+    assert run([*checks(), *faults, broken("R4")]).levels == ["Core", "Faults"]
+    assert run([*checks(), *faults, broken("R6", "Soak")]).levels == ["Core", "Faults"]
+
+
+def test_no_level_is_told_of_a_run_that_left_a_check_out() -> None:
+    assert run([*checks(), held("P2", "Faults"), Check("test_t7", "T7", "Faults")]).levels == []
+    assert run([held("T7", "Faults")]).levels == []
+
+
+def test_memory_that_is_declared_and_that_no_test_moves_is_told() -> None:
+    report = run(checks(), subject=Accelerated("local"))
+    assert report.holds and report.untested == ["cuda", "rocm"] and run(checks()).untested == []
+    assert "  not tested: cuda memory, which is declared" in list(table(report))
+    assert ("memory", "cpu; declared and not tested: cuda, rocm") in facts(report)
 
 
 # --- rules that do not apply
@@ -140,6 +163,22 @@ def test_a_declared_capability_lifts_a_rule() -> None:
     report = run([check for check in checks() if check.rule != "B7"], subject=NeverAgain("local"))
     assert (of(report, "B7").outcome, of(report, "B7").why) == ("not applicable", "declared reopens=False")
     assert report.holds and "Core" in report.levels
+
+
+def test_a_lifted_rule_fails_all_the_same_if_a_check_of_it_does(waived: Callable[[str], Waivers]) -> None:
+    report = run(checks(B7=broken("B7")), subject=NeverAgain("local"))
+    assert of(report, "B7").outcome == "failed" and not report.holds and report.levels == ["Abort and Clear"]
+    assert of(run(checks(B7=broken("B7")), waived(waiver("B7")), NeverAgain("local")), "B7").outcome == "waived"
+
+
+def test_a_lifted_rule_whose_check_was_left_out_is_not_run() -> None:
+    report = run(checks(B7=Check("test_b7", "B7", "Core")), subject=NeverAgain("local"))
+    assert of(report, "B7").outcome == "not run" and not report.holds and report.levels == []
+
+
+def test_a_waiver_for_a_lifted_rule_is_to_be_removed(waived: Callable[[str], Waivers]) -> None:
+    report = run(checks(), waived(waiver("B7")), NeverAgain("local"))
+    assert report.faults == ["waiver for B7: the rule holds, or does not apply; remove it"] and not report.holds
 
 
 def test_a_rule_that_should_hold_is_told_and_does_not_fail_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +211,7 @@ def test_a_waiver_of_one_rule_covers_no_other(waived: Callable[[str], Waivers]) 
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        (waiver("S1"), "waiver for S1: the rule holds; remove it"),
+        (waiver("S1"), "waiver for S1: the rule holds, or does not apply; remove it"),
         (waiver("Z9"), "waiver for Z9: there is no such rule; remove it"),
         (waiver("C4", PAST), f"waiver for C4 expired on {PAST}; keep the rule, or agree on another date"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,63 +14,106 @@ import pytest
 
 ZOO = Path(__file__).resolve().parents[1] / "zoo"
 """A distribution as if it were installed there."""
+PAGE = ZOO.parents[1] / "docs" / "conformance.md"
 LIMIT_S = 600.0
 
 CAUGHT = {
-    "zoo-healthy": "",
-    "zoo-sloppy": "T2",
-    "zoo-edgy": "R6 T1 T2",
-    "zoo-narrow": "T1",
-    "zoo-touchy": "C2",
-    "zoo-strict": "C2",
-    "zoo-hoarder": "B4",
-    "zoo-sticky": "B6",
-    "zoo-quitter": "A5 T7",
-    "zoo-sweeping": "T7",
-    "zoo-namesake": "C4",
-    "zoo-deaf": "A5",
-    "zoo-squirrel": "B4",
-    "zoo-hasty": "R6",
-    "zoo-dropper": "R6 T1",
-    "zoo-calm": "R3",
-    "zoo-unposted": "R3",
-    "zoo-shuffled": "R6",
-    "zoo-forgetful": "A5 C4 C7 R2 R5",  # nothing of an aborted room ever ends: its pages and its number are never free
-    "zoo-miscast": "A5",
-    "zoo-slow": "B6",
-    "zoo-greedy": "T1",
-    "zoo-once": "B7",
-    "zoo-bursting": "B7",
-    "zoo-eager": "B1",
-    "zoo-leaky": "B4",
-    "zoo-loyal": "P3 R4",
-    "zoo-boastful": "R4",
-    "zoo-trusting": "T7",
-    "zoo-patient": "B5",
-    "zoo-careless": "T7",
+    "zoo-healthy": ("", ""),
+    "zoo-sloppy": ("transfer", "T2"),
+    "zoo-edgy": ("transfer", "R6 T1 T2"),
+    "zoo-narrow": ("transfer", "T1"),
+    "zoo-wrapping": ("transfer", "T2"),
+    "zoo-touchy": ("clear", "C2"),
+    "zoo-strict": ("clear", "C2"),
+    "zoo-hoarder": ("abort", "B4"),
+    "zoo-sticky": ("abort", "B6"),
+    "zoo-clinging": ("abort", "B6"),
+    "zoo-quitter": ("abort", "A5 T7"),
+    "zoo-sweeping": ("abort", "T7"),
+    "zoo-namesake": ("clear", "C4"),
+    "zoo-deaf": ("abort", "A5"),
+    "zoo-ghost": ("clear", "C4"),
+    "zoo-revenant": ("clear", "B4"),
+    "zoo-squirrel": ("clear", "B4"),
+    "zoo-hasty": ("transfer", "R6"),
+    "zoo-dropper": ("transfer", "R6 T1"),
+    "zoo-calm": ("abort", "R2 R3 R5"),
+    "zoo-unposted": ("transfer", "R3"),
+    "zoo-shuffled": ("transfer", "R6"),
+    "zoo-forgetful": ("abort", "A5 B4 C4 C7 R2 R5"),  # nothing of an aborted room ever ends: its pages and its number are never free
+    "zoo-miscast": ("abort", "A5"),
+    "zoo-slow": ("transfer", "B6"),
+    "zoo-sluggish": ("transfer", "B6"),
+    "zoo-lazy": ("start", "B3"),
+    "zoo-greedy": ("transfer", "T1"),
+    "zoo-once": ("start", "B7"),
+    "zoo-halfway": ("start", "B7"),  # though what it declares lifts the rule
+    "zoo-bursting": ("start", "B7"),
+    "zoo-eager": ("start", "B1"),
+    "zoo-leaky": ("transfer", "B4"),
+    "zoo-loyal": ("peer", "P3 R4"),
+    "zoo-boastful": ("peer", "R4"),
+    "zoo-modest": ("peer", "R4"),
+    "zoo-trusting": ("peer", "T7"),
+    "zoo-patient": ("peer", "B5"),
+    "zoo-puzzled": ("peer", "B5"),
+    "zoo-careless": ("peer", "T7"),
 }
-"""By backend: the rules that it breaks. More than one where its fault breaks more than one."""
+"""By backend: in what it differs from a healthy one, and the rules that it breaks. More than one where its fault breaks more than one."""
 
-ALSO = {"zoo-calm": "R2 R5"}
-"""What may fail as well: it does where the write is still under way when the test looks."""
+LATE = ("abort", "clear", "peer")
+"""Faults that no transfer shows: only rooms that are aborted or cleared, and peers that are lost or come back."""
+LATE_ONES = 15
+
+IN_FULL = {"zoo-wrapping": "above_4_gib"}
+"""Those that the profile ``full`` alone sees, with the test that does."""
 
 ALWAYS = ("zoo-touchy", "zoo-quitter")
 """Those of every test run; the others are slow in sum."""
 
 
-def test_every_animal_is_expected_to_be_caught() -> None:
+def backends() -> set[str]:
+    """All that the zoo offers."""
     entries = configparser.ConfigParser()
     entries.read(ZOO / "kvcore_zoo-0.1.0.dist-info" / "entry_points.txt")
-    assert set(entries["kvcore.backends"]) == set(CAUGHT)
+    return set(entries["kvcore.backends"])
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.slow) for name in CAUGHT])
-def test_the_kit_names_what_it_breaks_and_nothing_else(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kvcore_conformance.command", "--backend", name, "--profile", "quick", "--report", str(tmp_path)]
+def test_every_animal_is_expected_to_be_caught() -> None:
+    assert backends() == set(CAUGHT)
+
+
+def test_most_faults_show_in_no_transfer() -> None:
+    assert sum(kind in LATE for kind, _ in CAUGHT.values()) >= LATE_ONES
+
+
+def test_the_zoo_s_page_says_the_same() -> None:
+    rows = re.findall(r"^\| `(zoo-\w+)` \| [^|]+ \| (\w+) \| ([A-Z0-9, ]+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    page = {name: (kind, rules.replace(",", "")) for name, kind, rules in rows}
+    assert page == {name: caught for name, caught in CAUGHT.items() if name != "zoo-healthy"}
+
+
+def run_over(name: str, *command: str) -> subprocess.CompletedProcess[str]:
+    """A command of this Python's in which the zoo is installed, about one of its backends."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ZOO), *sys.path]))}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=env)
-    assert ended.returncode == (1 if CAUGHT[name] else 0), ended.stdout[-2000:] + ended.stderr[-2000:]
+    return subprocess.run([sys.executable, "-m", *command, name], capture_output=True, text=True, timeout=LIMIT_S, check=False, env=env)
+
+
+ANIMALS = pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.slow) for name in CAUGHT])
+
+
+@ANIMALS
+def test_each_passes_a_plain_transfer(name: str) -> None:
+    ended = run_over(name, "kvcore.cli", "doctor")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@ANIMALS
+def test_the_kit_names_what_it_breaks_and_nothing_else(name: str, tmp_path: Path) -> None:
+    part = ("--profile", "full", "-k", IN_FULL[name]) if name in IN_FULL else ("--profile", "quick")
+    ended = run_over(name, "kvcore_conformance.command", *part, "--report", str(tmp_path), "--backend")
+    _, rules = CAUGHT[name]
+    assert ended.returncode == (1 if rules else 0), ended.stdout[-2000:] + ended.stderr[-2000:]
     report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
-    failed = {rule["id"]: [check["name"] for check in rule["checks"] if not check["passed"]] for rule in report["rules"]}
-    found = {rule for rule, checks in failed.items() if checks} - set(ALSO.get(name, "").split())
-    assert found == set(CAUGHT[name].split()), {rule: checks for rule, checks in failed.items() if checks}
+    failed = {rule["id"]: [check["name"] for check in rule["checks"] if check["ran"] and not check["passed"]] for rule in report["rules"]}
+    assert {rule for rule, checks in failed.items() if checks} == set(rules.split()), {rule: all_ for rule, all_ in failed.items() if all_}

@@ -30,5 +30,5 @@ def new(
     """
     project = written(name, into)
     typer.echo(f"wrote {project}: a backend {name!r} that works as it is, over shared memory")
-    typer.echo(f"next:  cd {shlex.quote(str(project))}; pip install -e '.[test]'; pytest")
+    typer.echo(f"next:  cd {shlex.quote(str(project))}; pip install -e '.[test]'; pytest  (the kit: pip install ./conformance of kvcore)")
     typer.echo(f"then:  put your engine in the place of {package(name)}/mailbox.py, with docs/writing-a-backend.md of kvcore at hand")

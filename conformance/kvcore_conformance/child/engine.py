@@ -10,14 +10,15 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeout
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 import numpy as np
+import pluggy
 
 import kvcore
 from kvcore.hookspecs import PENDING, Endpoint, Hooks, NothingPosted, OpenContext, Peer, TicketKind, TicketState, Transfer
@@ -37,6 +38,8 @@ T = TypeVar("T")
 TURN_S, RETRY_S = 0.001, 0.01
 HOOK_S = 15.0
 """The longest that a hook may take before it is said to hang."""
+OFTEN = ("kvcore_poll", "kvcore_progress", "kvcore_held_rooms")
+"""Hooks that are called all the time, and not worth an event."""
 NEVER_POSTED = TicketState(TicketKind.FAILED, "never posted", quiescent=True)
 
 
@@ -72,6 +75,8 @@ class Engine:
     ) -> None:
         manager, _, info = plugin_manager(kvcore.load_backend(backend))
         self._hooks, self._able = cast(Hooks, manager.hook), info.capabilities
+        self._note = worker.note
+        manager.add_hookcall_monitoring(lambda *_: None, self._called)
         self._options = validated_options(info, options)
         made = [worker.pool(**pool, seed=0) for pool in pools]
         self._regions = tuple(region for pool in made for region in pool.regions)
@@ -232,6 +237,7 @@ class Engine:
             self._post_due(batch)
             if not batch.over.is_set() and all(part.state is not PENDING for part in batch.parts):
                 batch.over.set()
+                self._note(f"ended {_about(batch.room)} {dict(Counter(part.state.kind.value for part in batch.parts))}")
 
     def _post_due(self, batch: Batch) -> None:
         now = time.monotonic()
@@ -277,6 +283,12 @@ class Engine:
         elif state.kind is not TicketKind.PENDING:
             part.state = state
 
+    def _called(self, outcome: pluggy.Result[object], hook: str, _: object, given: Mapping[str, Any]) -> None:
+        """A hook has returned: an event of this process."""
+        if hook not in OFTEN:
+            room = given.get("room") or getattr(given.get("transfer"), "room", None)
+            self._note(f"{hook} {_about(room)}{f' raised {outcome.exception!r}' if outcome.exception else ''}")
+
     # --- on the progress thread
 
     def _cancel(self, batch: Batch) -> None:
@@ -284,9 +296,11 @@ class Engine:
         for part in batch.parts:
             if part.due is not None:
                 part.due, part.state = None, NEVER_POSTED
-        began = time.monotonic()
-        self._hooks.kvcore_abort(room=batch.room, tickets=batch.tickets)
-        self.abort_s = time.monotonic() - began
+        tickets, began = batch.tickets, time.monotonic()
+        try:
+            self._hooks.kvcore_abort(room=batch.room, tickets=tickets)
+        finally:
+            self.abort_s = time.monotonic() - began
 
     def _clear(self, key: RoomKey) -> None:
         for name in [name for name, batch in self._batches.items() if batch.room == key]:
@@ -321,3 +335,8 @@ class Engine:
     def _transfer(self, key: RoomKey, to: str, there: Layout, part: Descriptors) -> Transfer:
         arrays = (part.local_region, part.remote_region, part.local_offset, part.remote_offset, part.length)
         return Transfer(key, to, *arrays, self._layout.base, there.base, 1)
+
+
+def _about(room: RoomKey | None) -> str:
+    """A room as events name it."""
+    return f"{room.side} room {room.number}.{room.attempt}" if room else "-"

@@ -10,10 +10,22 @@ import msgspec
 from kvcore import core, wire
 
 
+class Newer:
+    """Encodes letters with fields that this version does not know, as a newer minor version may (P1)."""
+
+    def encode(self, letter: wire.Letter) -> bytes:
+        """As the encoder of ``wire``."""
+        fields = msgspec.msgpack.decode(msgspec.msgpack.encode(letter))
+        for struct in (fields, fields["body"], fields["body"].get("me", {})):
+            struct["novelty"] = {"since": [1, "minor"]}
+        return msgspec.msgpack.encode(fields)
+
+
 @contextmanager
-def pretending(*, major: int, minor: int, **claims: str) -> Iterator[None]:
-    """Managers made in the block introduce themselves so: fields of ``Introduction``; versions of 0 and texts of "" stay as they are."""
-    version, introduce = wire.VERSION, core.__dict__["Introduction"]
+def pretending(*, major: int, minor: int, **claims: str | float) -> Iterator[None]:
+    """Managers made in the block introduce themselves so: fields of ``Introduction``; versions of 0 and texts of "" stay as they are.
+    What one of another minor version says has fields that nobody here knows."""
+    version, introduce, encoder = wire.VERSION, core.__dict__["Introduction"], wire.__dict__["_encoder"]
     claimed = (major or version[0], minor or version[1])
 
     def introduced(*args: object) -> wire.Introduction:
@@ -22,7 +34,8 @@ def pretending(*, major: int, minor: int, **claims: str) -> Iterator[None]:
         return found
 
     core.__dict__["Introduction"], wire.__dict__["VERSION"] = introduced, claimed
+    wire.__dict__["_encoder"] = Newer() if minor else encoder
     try:
         yield
     finally:
-        core.__dict__["Introduction"], wire.__dict__["VERSION"] = introduce, version
+        core.__dict__["Introduction"], wire.__dict__["VERSION"], wire.__dict__["_encoder"] = introduce, version, encoder

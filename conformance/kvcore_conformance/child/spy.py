@@ -46,10 +46,10 @@ class Spy:
         """How often each hook was called."""
         return {hook: len(took) for hook, took in self._took.items()}
 
-    def medians(self) -> dict[str, float]:
-        """Median seconds of those hooks that must be quick."""
+    def quick(self) -> dict[str, tuple[float, float]]:
+        """Of those hooks that must be quick: the least and the median of the seconds that a call took."""
         quick = QUICK if self._able.blocking else (*QUICK, TRANSFER)
-        return {hook: statistics.median(took) for hook, took in self._took.items() if hook in quick}
+        return {hook: (min(took), statistics.median(took)) for hook, took in self._took.items() if hook in quick}
 
     def largest(self) -> list[int]:
         """Most descriptors and most bytes of one transfer."""

@@ -73,7 +73,11 @@ class Story:
         """One event."""
         room = f"{event.room.side} room {event.room.number}.{event.room.attempt}" if event.room else "-"
         details = " ".join(f"{name}={value}" for name, value in event.details.items())
-        self.lines.append(f"{time.monotonic():.4f} {event.name} {room} {details}".rstrip())
+        self.note(f"{event.name} {room} {details}")
+
+    def note(self, text: str) -> None:
+        """One line, with the time."""
+        self.lines.append(f"{time.monotonic():.4f} {text}".rstrip())
 
 
 class Worker:
@@ -83,6 +87,7 @@ class Worker:
         self.objects: dict[str, Any] = {"worker": self}
         self._arrays: dict[str, list[np.ndarray[Any, Any]]] = {}
         self._log, self._story = Log(), Story()
+        self.note = self._story.note
         self._pretence = ExitStack()
         logging.getLogger("kvcore").addHandler(self._log)
         logging.getLogger("kvcore").setLevel(logging.INFO)
@@ -130,9 +135,9 @@ class Worker:
         self._story.lines.clear()
         self._pretence.close()
 
-    def pretend(self, major: int, minor: int, wire_version: str, backend: str) -> None:
+    def pretend(self, major: int = 0, minor: int = 0, wire_version: str = "", backend: str = "", **claims: float) -> None:
         """Tell peers so, from the next ``start`` on and until ``stop``, see ``pretending``."""
-        self._pretence.enter_context(pretending(major=major, minor=minor, wire_version=wire_version, backend=backend))
+        self._pretence.enter_context(pretending(major=major, minor=minor, wire_version=wire_version, backend=backend, **claims))
 
     def digest(self, pool: str, pages: list[int]) -> str:
         """A digest of pages, in order, of all layers."""

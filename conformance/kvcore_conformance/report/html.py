@@ -38,14 +38,13 @@ def page(report: Report) -> str:
 
 def _head(report: Report) -> str:
     counts = "".join(f"<li class='{_class(outcome)}'><b>{number}</b> {outcome}</li>" for outcome, number in report.counts().items())
-    levels = ", ".join(report.levels) or "none"
     rows = "".join(f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in facts(report))
     faults = "".join(f"<li>{escape(fault)}</li>" for fault in report.faults)
     return f"""<header class="{"passed" if report.holds else "failed"}">
 <h1>{escape(report.about.backend)} <small>and the kvcore transfer contract {escape(report.about.contract)}</small></h1>
 <p class="verdict">{"holds" if report.holds else "does not hold"}</p>
 <ul class="counts">{counts}</ul>
-<p>Levels: <b>{escape(levels)}</b></p>
+<p>Levels: <b>{escape(report.standing)}</b></p>
 {f"<h2>Faults of the run</h2><ul class='faults'>{faults}</ul>" if faults else ""}
 <dl>{rows}</dl>
 </header>"""
@@ -95,7 +94,8 @@ def _checks(checks: Sequence[Check]) -> str:
 def _failure(check: Check, seed: int) -> str:
     return f"""<div class="failure"><h3>{escape(check.name)}</h3>
 <p class="headline">{escape(check.headline)}</p>
-<p>Replay it with <code>--seed {seed} -k "{escape(_called(check.name))}"</code></p>
+<p>Replay it with <code>-k "{escape(_called(check.name))}"</code> and the seed {seed}: <code>--seed</code> of the command,
+<code>--kvcore-seed</code> of pytest</p>
 <details><summary>How it failed, as pytest shows it</summary><pre>{escape(check.problem)}</pre></details>
 {_events(check.stories)}</div>
 """

@@ -24,7 +24,7 @@ def _lines(report: Report) -> Iterator[str]:
     yield f"# {cell(about.backend)} and the kvcore transfer contract {about.contract}: {'holds' if report.holds else 'does not hold'}"
     yield ""
     counts = ", ".join(f"{number} {outcome}" for outcome, number in report.counts().items())
-    yield f"{counts}. Levels: {', '.join(report.levels) or 'none'}."
+    yield f"{counts}. Levels: {report.standing}."
     yield from ("", "| | |", "|---|---|")
     yield from (f"| {name} | {cell(value)} |" for name, value in facts(report))
     if report.faults:
@@ -49,9 +49,10 @@ def facts(report: Report) -> list[tuple[str, str]]:
         ("kit", f"kvcore-conformance {about.kit}"),
         ("profile", report.profile),
         ("seed", str(report.seed)),
+        ("memory", f"cpu; declared and not tested: {', '.join(report.untested)}" if report.untested else "cpu"),
         ("platform", f"{about.platform}, Python {about.python}"),
         ("started", report.started),
-        ("took", f"{report.seconds:.1f} s"),
+        ("took", report.took),
     ]
 
 

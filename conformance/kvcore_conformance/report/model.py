@@ -12,6 +12,9 @@ from kvcore.errors import ConfigError, one_line
 
 SCHEMA_VERSION = "1.0"
 
+BUDGET_S = {"quick": 20.0, "full": 360.0}
+"""What a profile may take over ``local``, on a machine that does nothing else."""
+
 Outcome = Literal["passed", "failed", "not applicable", "waived", "not run"]
 
 
@@ -80,7 +83,8 @@ class About(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """All of it. ``levels`` are those of which every check holds; ``faults`` what is wrong with the run itself, such as a bad waiver."""
+    """All of it. ``levels`` are those of which every rule holds; ``faults`` what is wrong with the run itself, such as a bad waiver;
+    ``untested`` kinds of memory that are declared, and that no test has moved."""
 
     about: About
     profile: str
@@ -91,6 +95,7 @@ class Report(msgspec.Struct):
     levels: list[str]
     faults: list[str]
     rules: list[RuleResult]
+    untested: list[str] = []
     schema_version: str = SCHEMA_VERSION
 
     def counts(self) -> dict[Outcome, int]:
@@ -106,9 +111,25 @@ class Report(msgspec.Struct):
         return found
 
     @property
+    def standing(self) -> str:
+        """The levels, with the profile that shows them: the quick one asks for less."""
+        return f"{', '.join(self.levels)} ({self.profile})" if self.levels else "none"
+
+    @property
     def verdict(self) -> str:
         """All of it in a few words, as the badge has it."""
-        return (", ".join(self.levels) or "holds, with waivers") if self.holds else "fails"
+        return (self.standing if self.levels else f"holds, with waivers ({self.profile})") if self.holds else "fails"
+
+    @property
+    def spent(self) -> float:
+        """Seconds of the run without its soak, of which the caller says how long it is."""
+        return self.seconds - sum(check.seconds for rule in self.rules for check in rule.checks if check.level == "Soak")
+
+    @property
+    def took(self) -> str:
+        """Its time, and that of the profile against what it may take over an engine that adds nothing, such as ``local``."""
+        within = f" ({self.profile}: {self.spent:.1f} of {BUDGET_S[self.profile]:g} s)" if self.profile in BUDGET_S else ""
+        return f"{self.seconds:.1f} s{within}"
 
 
 def read(file: Path) -> Report:

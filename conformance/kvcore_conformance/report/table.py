@@ -23,10 +23,10 @@ def table(report: Report) -> Iterator[str]:
     for rule in report.rules:
         if rule.outcome == "failed":
             yield from _failed(rule, report.seed)
+    yield from (f"  not tested: {kind} memory, which is declared" for kind in report.untested)
     yield from (f"  fault: {fault}" for fault in report.faults)
-    levels = ", ".join(report.levels) or "none"
     counts = ", ".join(f"{number} {outcome}" for outcome, number in report.counts().items())
-    yield f"{'holds' if report.holds else 'DOES NOT HOLD'}: {counts}; levels: {levels}; seed {report.seed}; {report.seconds:.1f} s"
+    yield f"{'holds' if report.holds else 'DOES NOT HOLD'}: {counts}; levels: {report.standing}; seed {report.seed}; {report.took}"
 
 
 def _short(rule: RuleResult) -> str:

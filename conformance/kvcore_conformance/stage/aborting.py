@@ -10,10 +10,8 @@ from kvcore_conformance.marks import full
 from kvcore_conformance.stage.arena import MOMENTS, Pair, Room
 from kvcore_conformance.stage.driver import Handle, until
 
-SIDES = ("prefill", "decode")
 OTHER = {"prefill": "decode", "decode": "prefill"}
 NOTICE = {"prefill": "Status", "decode": "Abort"}
-LIVE, ENDED = MOMENTS[:4], MOMENTS[4:]
 BUSY = ("told late", "completing", "failing", "ticket failed")
 """What a ticket may be at, besides held back as it is in flight: see ``brought``."""
 

@@ -12,20 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvcore_conformance.stage.driver import SOON_S, STEP_S, Child, Crew, Handle, PoolSpec, until
+from kvcore_conformance.stage.driver import LIMITS as LIMITS, SOON_S, STEP_S, Child, Crew, Handle, PoolSpec, until
 from kvcore_conformance.stage.oracle import Memory, Pages, moved
 
 POOLS = (PoolSpec("kv", pages=48, page_bytes=4096, layers=2), PoolSpec("aux", pages=8, page_bytes=64, layers=1))
-LIMITS = {
-    "bootstrap_s": 10.0, "input_s": 10.0, "transfer_s": 10.0, "ticket_s": 3.0, "liveness_s": 3.0, "quarantine_s": 7.0,
-    "orphan_s": 0.4, "send_s": 2.0, "drain_s": 0.3,
-}  # fmt: skip
-"""Above what a busy machine takes for anything that a test waits for, and not much."""
+
+BRIEF = {**LIMITS, "liveness_s": 2.5, "ticket_s": 1.5, "quarantine_s": 4.2}
+"""For tests that wait until ``quarantine_s`` has passed."""
 
 MINE, THEIRS = (3, 30, 31, 32, 7), (8, 40, 2, 3, 21)
 """Pages of a room: scattered, with a run on either side that the other lacks."""
 MOMENTS = ("opened", "joined", "published", "in flight", "succeeded", "failed", "cleared")
 """How far ``Pair.at`` brings a room."""
+LIVE, ENDED = MOMENTS[:4], MOMENTS[4:]
+SIDES = ("prefill", "decode")
 
 _numbers = itertools.count(1)
 

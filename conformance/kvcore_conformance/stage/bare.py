@@ -20,6 +20,8 @@ Lists = Mapping[str, tuple[Sequence[int], Sequence[int]]]
 State = tuple[str, bool, str]
 """Of a transfer that was posted: its kind, whether it is called quiescent, and why."""
 
+PROMPT_S = 0.001
+"""What a hook on the progress thread may take (B6)."""
 TINY = "tiny"
 """A pool of more pages than a transfer may have descriptors."""
 MOST_DESCRIPTORS = 4096
@@ -33,6 +35,7 @@ class Engine:
 
     def __init__(self, child: Child, side: str, memory: Memory, instance: str = "") -> None:
         self.child, self.memory = child, memory
+        child.role = side
         self.instance = instance or f"{side}-{child.pid}-{next(_names)}"
         self._name = f"engine {next(_names)}"
         pools = [vars(spec) for spec in memory.specs]

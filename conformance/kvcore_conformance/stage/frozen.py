@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvcore_conformance.stage.driver import Child, Handle, PoolSpec, stays, until
+from kvcore_conformance.stage.driver import Child, Crew, Handle, PoolSpec, stays, until
 from kvcore_conformance.subject import Subject
 
 Side = Literal["prefill", "decode"]
@@ -74,8 +74,8 @@ class Scene:
 
 
 @contextmanager
-def scene(subject: Subject, limits: Mapping[str, float]) -> Iterator[Scene]:
-    """Two paired processes over an engine; ended with the context, whatever state they are in."""
+def scene(subject: Subject, limits: Mapping[str, float], crew: Crew | None = None) -> Iterator[Scene]:
+    """Two paired processes over an engine; ended with the context, whatever state they are in. A crew keeps their last words."""
     config = {"backend": subject.backend, "backend_options": dict(subject.options), "limits": {**PATIENT, **limits}}
     with tempfile.TemporaryDirectory(prefix="kvcore-") as folder, ExitStack() as stack:
         memory, children = list[Memory](), list[Child]()
@@ -85,6 +85,8 @@ def scene(subject: Subject, limits: Mapping[str, float]) -> Iterator[Scene]:
             children.append(child := Child(subject.env))
             stack.callback(child.end)
             child.start(side, [PoolSpec("kv", PAGES, PAGE_BYTES, layers=1, file=file), AUX], **config)
+        if crew is not None:
+            stack.enter_context(crew.telling(children))
         found = Scene(children[0], children[1], memory[0], memory[1])
         until(found.moves, "the processes pair", SAFE_S)
         for child in children:
@@ -219,10 +221,10 @@ def _kept_waiting(caught: Caught, side: Side) -> None:
     stays(lambda: not caught.living.safe_now(), f"{side} stands still in the middle of a write, and no page is safe", HOLDS_S)
 
 
-def check_any_engine(subject: Subject, side: Side, fences: bool) -> None:
+def check_any_engine(subject: Subject, crew: Crew, side: Side, fences: bool) -> None:
     """The same of one side, over an engine of which is not known whether its writes go on without that side: a few writes are frozen,
     wherever each is then. ``fences``: the living side may prove by itself that nothing of the other can arrive."""
-    with scene(subject, PROOF) as found:
+    with scene(subject, PROOF, crew) as found:
         for _ in range(LOOKS):
             caught, seen = _strike(found, side)
             if not _in_the_middle(found, *seen):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from kvcore import Capabilities
-from kvcore_conformance.stage.arena import Room
+from kvcore_conformance.stage.arena import SIDES, Room
 from kvcore_conformance.stage.driver import SOON_S
-
-SIDES = ("prefill", "decode")
 
 
 def fenced(able: Capabilities, gone: bool) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvcore_conformance.marks import full, rule
-from kvcore_conformance.stage.aborting import ENDED, LIVE, NOTICE, OTHER, SIDES, brought, cases, heard
-from kvcore_conformance.stage.arena import MOMENTS, Pair
-from kvcore_conformance.stage.driver import until
+from kvcore_conformance.stage.aborting import NOTICE, OTHER, brought, cases, heard
+from kvcore_conformance.stage.arena import ENDED, LIMITS, LIVE, MOMENTS, SIDES, Pair
+from kvcore_conformance.stage.driver import stays, until
 from kvcore_conformance.stage.onlookers import AT_ONCE_S, together
 
 # --- A1
@@ -126,6 +126,39 @@ def test_a4_a_peer_that_has_ended_is_left_alone(pair: Pair) -> None:
     room.receiver.abort("too late")
     room.receiver.safe()  # prefill has answered
     assert room.sender.poll() == "SUCCESS", f"an abort has made a success of prefill {room.sender.poll()}: {room.reasons()}"
+    pair.over(room)
+
+
+@rule("A4")
+@full
+def test_a4_a_notice_about_a_published_destination_outlives_orphan_s_and_stops_once_answered(pair: Pair) -> None:
+    pair.decode.work("aid", "impostor:Impostor", "tap")
+    room = pair.at("published")
+    pair.prefill.tap("drop", "Abort", outgoing=False)
+    room.receiver.abort("say it for long")
+    room.receiver.clear()
+    stays(lambda: not room.receiver.safe_now(), "the sender has not heard of the abort, and the pages are not safe", 3 * LIMITS["orphan_s"])
+    assert room.sender.poll() == "WAITING_FOR_INPUT", f"no notice has arrived, and the sender is {room.sender.poll()}"
+    pair.prefill.heal()
+    heard(room.sender, "decode", "say it for long")
+    assert room.receiver.safe(), "the sender has heard of the abort, and the pages are not safe"
+    said = pair.decode.call("tap", "said", "Abort", room.number)
+    stays(lambda: pair.decode.call("tap", "said", "Abort", room.number) == said, "it is said no more", 2 * LIMITS["orphan_s"])
+    pair.over(room)
+
+
+@rule("A4")
+@full
+def test_a4_a_notice_that_nobody_answers_ends_with_orphan_s(pair: Pair) -> None:
+    pair.decode.work("aid", "impostor:Impostor", "tap")
+    room = pair.at("joined")
+    pair.prefill.tap("drop", "Abort", outgoing=False)
+    room.receiver.abort("nobody hears it")
+    room.receiver.clear()
+    until(lambda: not pair.decode.work("held").get("drain_records"), "a notice that nobody answers is kept no more")
+    said = pair.decode.call("tap", "said", "Abort", room.number)
+    assert said > 1, f"a notice that nobody answered was sent {said} times"
+    stays(lambda: pair.decode.call("tap", "said", "Abort", room.number) == said, "it is said no more", 2 * LIMITS["orphan_s"])
     pair.over(room)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from kvcore_conformance.marks import full, rule
-from kvcore_conformance.stage.aborting import BUSY, ENDED, LIVE, NOTICE, OTHER, SIDES, brought, cases, heard, opened
-from kvcore_conformance.stage.arena import Pair, number, paired
-from kvcore_conformance.stage.driver import SOON_S, ChildError, Crew
+from kvcore_conformance.stage.aborting import BUSY, NOTICE, OTHER, brought, cases, heard, opened
+from kvcore_conformance.stage.arena import ENDED, LIMITS, LIVE, SIDES, Pair, Room, number, paired
+from kvcore_conformance.stage.driver import SOON_S, ChildError, Crew, stays, until
 from kvcore_conformance.stage.onlookers import together
 
 ENDS = ("SUCCESS", "FAILED")
+HEARD_S = 0.6
+"""In this time a notice that is not answered is sent again and again."""
 
 
 # --- A7
@@ -91,10 +95,52 @@ def test_a7_opening_again_ends_the_refusal(patient: Pair) -> None:
 
 @rule("A7")
 def test_a7_a_room_that_nobody_opens_is_told_so(pair: Pair) -> None:
+    began = time.monotonic()
     receiver = pair.decode.receiver(number(), pair.prefill)
-    found = receiver.wait()
+    found, after = receiver.wait(), time.monotonic() - began
     assert found == "FAILED" and receiver.failure.code == "no_such_room", f"a receiver of a room that nobody opened is {found}"
+    assert after >= LIMITS["orphan_s"], f"it was told so after {after:.3f} s, and the sender's side has {LIMITS['orphan_s']:g} s to open"
     receiver.clear()
+
+
+@rule("A7")
+@full
+def test_a7_an_abort_that_does_not_name_the_sender_is_asked_back(patient: Pair) -> None:
+    patient.decode.tap("drop", "Here", outgoing=False)
+    patient.decode.tap("drop", "Which", outgoing=False)
+    room = patient.open()
+    room.receiver.abort("who are you")
+    stays(lambda: room.sender.poll() == "BOOTSTRAPPING", "an abort that cannot name the sender fails nothing by itself", HEARD_S)
+    patient.decode.heal()
+    heard(room.sender, "decode", "who are you")
+    patient.over(room)
+
+
+@rule("A7")
+@full
+def test_a7_an_abort_that_does_not_name_the_sender_is_credited_to_the_older_lifetime(patient: Pair) -> None:
+    """The room has ended unpaired on both sides; prefill opens it anew, and then hears of the old receiver's end."""
+    for message in ("Here", "Which"):
+        patient.decode.tap("drop", message, outgoing=False)
+    patient.prefill.tap("drop", "Abort", outgoing=False)
+    old = patient.open()
+    old.receiver.abort("the old one")
+    old.sender.abort("not yet")
+    old.sender.clear()
+    until(lambda: not patient.prefill.work("held").get("last_words"), "the old receiver has heard of the sender's end")
+    again = patient.prefill.sender(old.number)
+    patient.prefill.heal()
+    patient.decode.heal()
+    stays(lambda: again.poll() == "BOOTSTRAPPING", "the old receiver's abort is not for the new sender", HEARD_S)
+    until(lambda: not patient.decode.work("held").get("drain_records"), "the old receiver is answered that nothing is under way")
+    old.receiver.clear()
+    new = Room(again, patient.decode.receiver(old.number, patient.prefill))
+    patient.expect(new)
+    new.receive()
+    new.send()
+    new.ends("SUCCESS")
+    patient.intact()
+    new.clear()
 
 
 # --- A8

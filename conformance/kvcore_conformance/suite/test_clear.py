@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 
 from kvcore_conformance.marks import full, rule
-from kvcore_conformance.stage.arena import MOMENTS, Pair, Room, number, paired
-from kvcore_conformance.stage.driver import ChildError, Crew, Failure, until
+from kvcore_conformance.stage.arena import LIVE, MOMENTS, SIDES, Pair, number, paired
+from kvcore_conformance.stage.clearing import LONG, quickly, result
+from kvcore_conformance.stage.driver import ChildError, Crew, until
 
-SIDES = ("prefill", "decode")
-LIVE = MOMENTS[:4]
-LONG = {"orphan_s": 30.0}
-"""What is kept only until it is acknowledged goes long before this limit."""
 MOST = 2**63 - 1, 2**31 - 1
-
-
-def quickly(*chosen: str, of: tuple[str, ...]) -> list[Any]:
-    """All of these as parameters; those that are not chosen are for the full profile."""
-    return [one if one in chosen else pytest.param(one, marks=full) for one in of]
-
-
-def result(room: Room) -> list[tuple[str, Failure | None, bool]]:
-    """What both handles say of how the room ended."""
-    handles = (room.sender, room.receiver)
-    return [(handle.poll(), handle.failure if handle.poll() == "FAILED" else None, handle.safe_now()) for handle in handles]
 
 
 @rule("C1")

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from kvcore_conformance.marks import full, rule
-from kvcore_conformance.stage.aborting import SIDES
-from kvcore_conformance.stage.arena import Pair, Room, paired
+from kvcore_conformance.stage.arena import SIDES, Pair, Room, paired
 from kvcore_conformance.stage.driver import Crew, Failure, Handle
 from kvcore_conformance.stage.impatient import impatient
 from kvcore_conformance.stage.onlookers import together, watched

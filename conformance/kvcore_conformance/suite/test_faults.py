@@ -10,13 +10,11 @@ import pytest
 
 from kvcore_conformance.fixtures import Standing
 from kvcore_conformance.marks import full, rule
-from kvcore_conformance.stage.arena import LIMITS, Pair, Room, number, paired
+from kvcore_conformance.stage.arena import BRIEF, LIMITS, Pair, Room, number, paired
 from kvcore_conformance.stage.driver import SOON_S, Child, Crew, until
 
 ERRORS = ("SystemExit", "RuntimeError", "KeyboardInterrupt", "GeneratorExit", "MemoryError", "StopIteration", "BaseException")
 """What an engine's binding may raise. A thread that lets one of them pass ends."""
-BRIEF = {**LIMITS, "liveness_s": 2.5, "ticket_s": 1.5, "quarantine_s": 4.2}
-"""For a test that waits until ``quarantine_s`` has passed."""
 UNPROVEN: dict[str, tuple[str, dict[str, Any]]] = {
     "raises": ("raise_", {"error": "RuntimeError"}),
     "raises in poll": ("raise_", {"error": "RuntimeError", "hook": "kvcore_poll"}),

@@ -36,6 +36,7 @@ def rooms_pass(pair: Pair, rooms: int) -> Worn:
     load.run(rooms)
     before = {child.role: Footprint.of(child.pid) for child in (pair.prefill, pair.decode)}
     load.run(rooms)
+    assert not load.yard.found, f"the load was not carried: {load.yard.found}"
     return Worn(pair, before)
 
 

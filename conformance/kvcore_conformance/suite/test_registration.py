@@ -18,8 +18,8 @@ from kvcore.hookspecs import API_VERSION
 from kvcore.registry import MEMORY
 from kvcore_conformance.marks import rule
 from kvcore_conformance.stage.arena import LIMITS, POOLS, Pair, number
-from kvcore_conformance.stage.bare import Bare
-from kvcore_conformance.stage.driver import Child, ChildError, Crew
+from kvcore_conformance.stage.bare import Bare, engines
+from kvcore_conformance.stage.driver import Child, ChildError, Crew, error_of
 from kvcore_conformance.subject import Subject
 
 FRESH = """
@@ -44,6 +44,8 @@ print(json.dumps({
 }))
 """
 FRESH_S = 20.0
+NO_MEMORY = (1 << 20, 0, "cpu")
+"""Address, bytes and device: there is nothing at it, and of that nothing."""
 
 
 @pytest.fixture
@@ -193,6 +195,18 @@ def test_b3_memory_of_a_kind_that_is_not_declared_is_refused(crew: Crew, able: C
                 child.call("sabotage", "start_on", f"{kind}:0", config, [vars(pool) for pool in POOLS])
             assert caught.value.kind == "ConfigError", f"{kind} memory was refused with {caught.value}"
             assert kind in caught.value.text, f"the error does not name {kind!r}: {caught.value.text}"
+
+
+@rule("B3")
+def test_b3_memory_that_is_refused_is_refused_when_it_is_registered(crew: Crew) -> None:
+    """Not when a peer first needs it. An engine may take whatever it can write to, so no memory must be refused."""
+    with engines(crew, "prefill") as (engine,):
+        engine.do("open")
+        error = error_of(lambda: engine.do("register", [NO_MEMORY]))
+        assert error is None or error.kind == "RegistrationError", f"no memory at all was refused with {error}"
+        if error is None:
+            late = error_of(engine.peer)
+            assert late is None, f"what is wrong with the memory was told only when the endpoint was asked for: {late}"
 
 
 # --- B7

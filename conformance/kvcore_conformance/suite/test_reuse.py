@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 
 from kvcore_conformance.marks import full, rule
-from kvcore_conformance.stage.arena import Pair, Room, number, paired
-from kvcore_conformance.stage.driver import Crew, PoolSpec, until
-from kvcore_conformance.suite.test_clear import LIVE, LONG, SIDES, quickly, result
+from kvcore_conformance.stage.arena import LIMITS, LIVE, SIDES, Pair, Room, number, paired
+from kvcore_conformance.stage.clearing import LONG, quickly, result
+from kvcore_conformance.stage.driver import Crew, PoolSpec, stays, until
 
 HERE, THERE = (1, 16, 17, 45), (13, 14, 28, 46)
 """Pages of the new use: something may still be at work on those of the old one."""
 LARGE = (PoolSpec("kv", pages=16, page_bytes=512 * 1024, layers=1),)
 HALVES = tuple(range(8)), tuple(range(8, 16))
 TURNS = 4
+JOINED_S = 0.15
 
 
 def opened(pair: Pair, room: int, attempt: int, first: str = "prefill") -> Room:
@@ -117,6 +118,25 @@ def test_c4_the_same_attempt_after_both_ended_unpaired(crew: Crew) -> None:
         completes(pair, opened(pair, room, 0), "after both had ended unpaired")
 
 
+@full
+@rule("C4")
+@pytest.mark.parametrize("first", SIDES)
+def test_c4_the_same_attempt_long_after_both_ended_unpaired(pair: Pair, first: str) -> None:
+    """Whichever side is the first, once 2 x ``orphan_s`` have passed."""
+    room = number()
+    for alone in (pair.prefill.sender(room), pair.decode.receiver(room, "127.0.0.1:1")):
+        alone.abort("nobody came")
+        assert alone.unpaired, "the other side was never met, and the handle says that it was"
+        alone.clear()
+    stays(lambda: True, "both have ended", 2 * LIMITS["orphan_s"] + 0.1)
+    early = pair.decode.receiver(room, pair.prefill)
+    refused = early.until("FAILED", timeout=JOINED_S) == "FAILED" and early.failure.code != "no_such_room"
+    assert not refused, f"long after both had ended unpaired a receiver was refused with {early.failure}"
+    early.clear()
+    stays(lambda: True, "that receiver has ended", 2 * LIMITS["orphan_s"] + 0.1)
+    completes(pair, opened(pair, room, 0, first), f"opened on {first} first, long after both had ended unpaired")
+
+
 @rule("C4")
 @pytest.mark.parametrize("hook", ["kvcore_transfer", pytest.param("kvcore_poll", marks=full)])
 @pytest.mark.parametrize("attempt", [1, 0])
@@ -147,7 +167,7 @@ def test_c4_a_late_completion_touches_no_newer_use(pair: Pair, attempt: int, hoo
 
 
 @rule("C4")
-@pytest.mark.parametrize("late", [False, True], ids=["cancelled", "late"])
+@pytest.mark.parametrize("late", [pytest.param(False, id="cancelled"), pytest.param(True, id="late", marks=full)])
 def test_c4_the_end_of_a_large_write_touches_no_newer_use(crew: Crew, late: bool) -> None:
     """The engine itself is at work: on the old use when that is aborted; or on the new one when the news of the old one's end comes."""
     with paired(crew, LARGE, meet=False) as pair:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from kvcore_conformance.marks import full, rule
-from kvcore_conformance.stage.arena import MOMENTS, Pair, Room, number
-from kvcore_conformance.stage.driver import Child, Crew, until
+from kvcore_conformance.stage.arena import MOMENTS, SIDES, Pair, Room, number
+from kvcore_conformance.stage.driver import SOON_S, Child, Crew, stays, until
 from kvcore_conformance.stage.impatient import TRIES, impatient
 from kvcore_conformance.stage.onlookers import AT_ONCE_S, together, watched
 
-SIDES = ("prefill", "decode")
 ORDER = ("BOOTSTRAPPING", "WAITING_FOR_INPUT", "TRANSFERRING", "SUCCESS", "FAILED")
 ENDS = ORDER[3:]
 LIMIT_OF = dict(zip(ORDER, ("bootstrap_s", "input_s", "transfer_s"), strict=False))
-SHORT_S = 0.25
+SHORT_S, LONGER_S = 0.25, 0.6
+CLOCK_S = 0.002
+"""An event is told a little after it has happened."""
+
+
+def changes(child: Child, room: int) -> list[tuple[float, str]]:
+    """When a room has come to which state so far, by the events of a process."""
+    lines = [line.split() for line in child.events(500) if f" room {room}." in line and " status " in line]
+    return [(float(line[0]), word.removeprefix("state=")) for line in lines for word in line if word.startswith("state=")]
 
 
 def states(child: Child, room: int) -> list[str]:
-    """The states that a room has passed through so far, by the events of a process."""
-    lines = [line.split() for line in child.events(500) if f" room {room}." in line and " status " in line]
-    return [word.removeprefix("state=") for line in lines for word in line if word.startswith("state=")]
+    """The states that it has passed through."""
+    return [state for _, state in changes(child, room)]
 
 
 def history(child: Child, room: int) -> list[str]:
@@ -181,7 +189,8 @@ def test_s8_a_room_that_nobody_polls_ends_by_its_limit(pair: Pair, crew: Crew, s
         for state, room in rooms.items():
             for _ in range(TRIES):  # a machine that stands still has a room end by the limit of the state before
                 until(lambda room=room: "FAILED" in states(child, room.number), f"{LIMIT_OF[state]} ends a room in {state} on {side}")  # type: ignore[misc]
-                seen, failure = states(child, room.number), room.side(side).failure
+                (*_, since, ended), failure = changes(child, room.number), room.side(side).failure
+                seen = states(child, room.number)
                 room.clear()
                 if seen[-2:] == [state, "FAILED"]:
                     break
@@ -189,3 +198,25 @@ def test_s8_a_room_that_nobody_polls_ends_by_its_limit(pair: Pair, crew: Crew, s
             assert seen[-2:] == [state, "FAILED"], f"no room of {side} waits in {state}: {seen}"
             found = failure.code, failure.side, LIMIT_OF[state] in failure.text
             assert found == ("timeout", side, True), f"a room of {side} waited in {state}, and failed with {failure}"
+            lasted = ended[0] - since[0]
+            assert lasted > SHORT_S - CLOCK_S, f"{LIMIT_OF[state]} is {SHORT_S:g} s, and {side} waited {lasted:.3f} s in {state}"
+
+
+@rule("S8")
+@full
+def test_s8_receive_restarts_input_s(pair: Pair, crew: Crew) -> None:
+    with impatient(pair, crew, "decode", {"input_s": LONGER_S}) as both:
+        for _ in range(TRIES):  # a machine that stands still has the room end before
+            room = both.open()
+            room.receiver.until("WAITING_FOR_INPUT", "FAILED")
+            stays(lambda: True, "nobody calls receive", LONGER_S / 2)
+            called = time.monotonic()
+            room.receiver.receive({})
+            in_time = room.receiver.poll() == "WAITING_FOR_INPUT"
+            assert room.receiver.wait() == "FAILED", f"{SOON_S:g} s after receive input_s has not passed: it is {LONGER_S:g} s"
+            lasted = changes(both.decode, room.number)[-1][0] - called
+            room.clear()
+            if in_time:
+                assert lasted > LONGER_S - CLOCK_S, f"input_s is {LONGER_S:g} s, and the room failed {lasted:.3f} s after receive"
+                return
+        raise AssertionError(f"of {TRIES} rooms none was still there when receive was called, {LONGER_S / 2:g} s after the two had met")

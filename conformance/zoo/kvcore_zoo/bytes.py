@@ -51,3 +51,13 @@ class Narrow(Animal):
         if job.transfer.length.size > 16:
             job.transfer = replace(job.transfer, local_offset=job.transfer.local_offset & np.uint64(0xFFFFF))
         return super()._send(job)
+
+
+class Wrapping(Animal):
+    """Offsets are taken for 32 bits: right below 4 GiB."""
+
+    name = "zoo-wrapping"
+
+    def _send(self, job: Job) -> TicketState:
+        job.transfer = replace(job.transfer, remote_offset=job.transfer.remote_offset & np.uint64(0xFFFFFFFF))
+        return super()._send(job)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from kvcore import TicketState, Transfer, hookimpl
 from kvcore.backends.local import Job
+from kvcore.hookspecs import DONE, PENDING
 from kvcore.states import RoomKey
 from kvcore_zoo.animal import Animal
 
@@ -81,6 +82,17 @@ class Sticky(Animal):
         _never.wait(0.5)
 
 
+class Clinging(Animal):
+    """Abort takes 30 ms."""
+
+    name = "zoo-clinging"
+
+    @hookimpl
+    def kvcore_abort(self, room: RoomKey, tickets: Sequence[Job]) -> None:
+        super().kvcore_abort(room, tickets)
+        _never.wait(0.03)
+
+
 class Quitter(Animal):
     """Abort raises SystemExit, and has cancelled nothing."""
 
@@ -121,6 +133,40 @@ class Deaf(Animal):
     @hookimpl
     def kvcore_abort(self, room: RoomKey, tickets: Sequence[Job]) -> None:
         pass
+
+
+class Ghost(Animal):
+    """A write that ends after its room was cleared, a little late, ends the tickets of other rooms."""
+
+    name = "zoo-ghost"
+
+    def _send(self, job: Job) -> TicketState:
+        state = super()._send(job)
+        if job not in self._jobs:
+            _never.wait(0.02)
+            for other in list(self._jobs):
+                other.state = DONE if other.state is PENDING else other.state
+        return state
+
+
+class Revenant(Animal):
+    """A write that ends after its room was cleared brings the room back, and it is held for ever."""
+
+    name = "zoo-revenant"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._back: set[RoomKey] = set()
+
+    def _send(self, job: Job) -> TicketState:
+        state = super()._send(job)
+        if job not in self._jobs:
+            self._back.add(job.transfer.room)
+        return state
+
+    @hookimpl
+    def kvcore_held_rooms(self) -> list[RoomKey]:
+        return list({*super().kvcore_held_rooms(), *self._back})
 
 
 class Squirrel(Animal):

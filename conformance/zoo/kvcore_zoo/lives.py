@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
-from kvcore import BackendInfo, TicketKind, TicketState, Transfer, hookimpl
+from kvcore import BackendInfo, Endpoint, Region, TicketKind, TicketState, Transfer, hookimpl
 from kvcore.backends.local import Job
 from kvcore_zoo.animal import Animal
 
@@ -22,6 +23,33 @@ class Slow(Animal):
     def kvcore_poll(self, tickets: Sequence[Job]) -> list[TicketState]:
         _never.wait(0.03)
         return super().kvcore_poll(tickets)
+
+
+class Sluggish(Animal):
+    """Poll takes 3 ms, whatever there is."""
+
+    name = "zoo-sluggish"
+
+    @hookimpl
+    def kvcore_poll(self, tickets: Sequence[Job]) -> list[TicketState]:
+        _never.wait(0.003)
+        return super().kvcore_poll(tickets)
+
+
+class Lazy(Animal):
+    """Memory is registered, and refused, when a peer first asks for the endpoint."""
+
+    name = "zoo-lazy"
+
+    @hookimpl
+    def kvcore_register(self, regions: Sequence[Region]) -> None:
+        self._due = regions
+
+    @hookimpl
+    def kvcore_endpoint(self) -> Endpoint:
+        due, self._due = self._due, ()
+        super().kvcore_register(due)
+        return super().kvcore_endpoint()
 
 
 class Greedy(Animal):
@@ -47,6 +75,25 @@ class Once(Animal):
         if self.closed:
             raise RuntimeError("engine already initialised")
         super().kvcore_open(options, context)
+
+    @hookimpl
+    def kvcore_close(self) -> None:
+        self.closed = True
+        super().kvcore_close()
+
+
+class Halfway(Animal):
+    """Declares that it cannot be opened again, and opens again all the same, half: it registers nothing then."""
+
+    name = "zoo-halfway"
+    able: ClassVar[dict[str, Any]] = {"reopens": False}
+    closed = False
+
+    @hookimpl
+    def kvcore_register(self, regions: Sequence[Region]) -> None:
+        if self.closed:
+            raise RuntimeError("engine of another life")
+        super().kvcore_register(regions)
 
     @hookimpl
     def kvcore_close(self) -> None:

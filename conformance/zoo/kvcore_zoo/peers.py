@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -51,6 +52,18 @@ class Boastful(Animal):
         return True
 
 
+class Modest(Animal):
+    """Declares that disconnect can prove that a peer writes no more, and proves nothing."""
+
+    name = "zoo-modest"
+    able: ClassVar[dict[str, Any]] = {"needs_process_to_write": True}
+
+    @hookimpl
+    def kvcore_disconnect(self, peer: str) -> bool:
+        super().kvcore_disconnect(peer)
+        return False
+
+
 class Trusting(Animal):
     """Takes any endpoint for good, and finds out later."""
 
@@ -79,6 +92,20 @@ class Patient(Animal):
                 if time.monotonic() > until:
                     raise
                 _never.wait(0.1)
+
+
+class Puzzled(Animal):
+    """A connect of an endpoint that makes no sense never returns."""
+
+    name = "zoo-puzzled"
+
+    @hookimpl
+    def kvcore_connect(self, peer: Peer) -> None:
+        try:
+            msgspec.json.decode(peer.endpoint.data, type=tuple[str, int, bytes])
+        except ValueError:
+            _never.wait()
+        super().kvcore_connect(peer)
 
 
 class Careless(Animal):
