@@ -25,13 +25,15 @@ from kvcore_mori.options import MoriOptions
 T = TypeVar("T")
 
 CALLS = {
-    "IOEngine": ("create_backend", "register_remote_engine", "deregister_remote_engine", "register_memory", "deregister_memory", "create_session"),
+    "IOEngine": (
+        "create_backend", "register_remote_engine", "deregister_remote_engine", "register_memory", "deregister_memory", "create_session",
+    ),
     "IOEngineSession": ("allocate_transfer_uid", "batch_write", "alive"),
 }  # fmt: skip
 INSTALL = "pip install -U 'amd-mori>=1.2.4,<2' (Python 3.10 to 3.12, beside ROCm 7 and torch)"
 DEBIAN = {"libibverbs": "libibverbs1", "libpci": "libpci3", "libdrm_amdgpu": "libdrm-amdgpu1", "libnuma": "libnuma1"}
 VERBS, SMI = ("libibverbs.so", "libibverbs.so.1"), ("librocm_smi64.so", "librocm_smi64.so.1", "/opt/rocm/lib/librocm_smi64.so.1")
-CAP_IPC_LOCK = 14
+STATUS, CAP_IPC_LOCK = Path("/proc/self/status"), 14
 REFUSED = "usual causes: the limit of locked memory (ulimit -l), a GPU whose memory the card does not reach (peer memory, dma-buf)"
 
 
@@ -101,22 +103,22 @@ def _listening(host: str) -> str:
 def renamed(kind: type[T], packed: bytes, owner: str, key: str) -> T:
     """A descriptor of a peer's, filed under a key of this side's choice; ``ValueError`` if it is none, or another's."""
     try:
-        fields = msgspec.msgpack.decode(packed, type=list)
-        found: Any = kind.unpack(msgspec.msgpack.encode([key, *fields[1:]]))  # type: ignore[attr-defined]
+        first, *rest = msgspec.msgpack.decode(packed, type=list)
+        found: Any = kind.unpack(msgspec.msgpack.encode([key, *rest]))  # type: ignore[attr-defined]
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{len(packed)} bytes are no {kind.__name__} of this mori ({cause(error)})") from error
-    if not str(fields[0]).startswith(f"{owner}/") or key not in (getattr(found, "key", ""), getattr(found, "engine_key", "")):
-        raise ValueError(f"a {kind.__name__} of {shown(fields[0])} is another's")
+    if not str(first).startswith(f"{owner}/") or key not in (getattr(found, "key", ""), getattr(found, "engine_key", "")):
+        raise ValueError(f"a {kind.__name__} of {shown(first)} is another's")
     return found  # type: ignore[no-any-return]
 
 
 def check_fit(regions: Sequence[Region], options: MoriOptions) -> None:
     """``RegistrationError`` for memory that the transport does not move, or that the kernel will not lock: mori would exit over that."""
-    hosts = [one for one in regions if one.device == "cpu"]
+    hosts = [one for one in regions if one.device.startswith("cpu")]
     if hosts and options.transport == "xgmi":
         raise RegistrationError(f"backend 'mori': {hosts[0]} is no GPU memory, which is all that xgmi moves; choose transport 'rdma'")
     limit, total = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], sum(one.nbytes for one in regions)
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(errors="replace").splitlines())
+    status = dict(line.split(":", 1) for line in STATUS.read_text(errors="replace").splitlines())
     if 0 <= limit < total and not int(status["CapEff"], 16) >> CAP_IPC_LOCK & 1:
         told = f"{total} bytes of {len(regions)} regions, the largest of {max(one.nbytes for one in regions)}"
         raise RegistrationError(f"backend 'mori': {told}, are more than the {limit} that may be locked; raise that (ulimit -l)")
