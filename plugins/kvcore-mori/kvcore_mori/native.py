@@ -132,7 +132,8 @@ def rdma_devices() -> list[str]:
     number = ctypes.c_int(0)
     devices = verbs.ibv_get_device_list(ctypes.byref(number))
     names = sorted(verbs.ibv_get_device_name(ctypes.c_void_p(devices[n])).decode() for n in range(number.value))
-    verbs.ibv_free_device_list(devices)
+    if devices:  # none at all where the kernel has no RDMA
+        verbs.ibv_free_device_list(devices)
     return names
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from kvcore_mori import backend, native
 from kvcore_mori.backend import Job
-from mori_pair import Calls, Guest, Node, Stage, resources, stage
+from mori_pair import Calls, Node, Stage, resources, stage
 
 import kvcore
 from kvcore.hookspecs import DONE, PENDING, RETRY, Endpoint, TicketState
