@@ -130,7 +130,7 @@ def test_managers_opened_and_closed_leave_nothing() -> None:
         with duo("mori") as pair:
             pair.transfer([1, 2, 5], [3, 4, 9])
         seen.append(resources())
-    wait_until(lambda: resources() <= (seen[1][0], seen[1][1]), what=f"files and threads: {seen}")
+    wait_until(lambda: all(now <= then for now, then in zip(resources(), seen[1], strict=True)), what=f"files and threads: {seen}")
 
 
 ENDS = """
