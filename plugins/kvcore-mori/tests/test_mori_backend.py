@@ -42,8 +42,8 @@ def pair(scene: Stage) -> tuple[Node, Node]:
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writes to one that stands still stay in flight, as with a card that is told to retry for long. Read when a process starts."""
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disconnect does not wait long for what is in flight."""
     monkeypatch.setattr(backend, "LEAVE_S", 0.1)
 
 
@@ -145,7 +145,7 @@ def test_r3_a_ticket_ends_when_all_its_writes_have(scene: Stage, monkeypatch: py
     assert one.backend._failed == made  # mori may still write there
 
 
-def test_statuses_live_as_long_as_mori_may_write_to_them(scene: Stage, patient: None) -> None:
+def test_statuses_live_as_long_as_mori_may_write_to_them(scene: Stage, hasty: None) -> None:
     guest = scene.guest()
     one = scene.writer(guest)
     job = scene.in_flight(one, guest)
@@ -157,7 +157,7 @@ def test_statuses_live_as_long_as_mori_may_write_to_them(scene: Stage, patient: 
     assert np.array_equal(guest.array, one.arrays[0])
 
 
-def test_t6_more_than_a_queue_pair_holds_is_not_posted(scene: Stage, patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_t6_more_than_a_queue_pair_holds_is_not_posted(scene: Stage, hasty: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "MOST_POSTED", 40)
     guest = scene.guest()
     one = scene.writer(guest)
@@ -248,7 +248,7 @@ def test_r3_a_peer_that_stands_still_breaks_the_path_in_the_end_and_nothing_is_c
     assert one.move([3], [5], guest.peer) == DONE
 
 
-def test_r4_a_disconnect_is_proof_when_nothing_is_in_flight_and_what_is_goes_on(scene: Stage, patient: None) -> None:
+def test_r4_a_disconnect_is_proof_when_nothing_is_in_flight_and_what_is_goes_on(scene: Stage, hasty: None) -> None:
     guest = scene.guest()
     one = scene.writer(guest)
     job = scene.in_flight(one, guest)
@@ -389,7 +389,7 @@ def test_r3_close_says_so_if_the_engine_goes_on(scene: Stage) -> None:
     del kept
 
 
-def test_r3_after_close_no_byte_of_a_write_in_flight_leaves_the_source(scene: Stage, patient: None) -> None:
+def test_r3_after_close_no_byte_of_a_write_in_flight_leaves_the_source(scene: Stage, hasty: None) -> None:
     guest = scene.guest(*BIG)
     before = resources()[1]
     one = scene.writer(guest)
