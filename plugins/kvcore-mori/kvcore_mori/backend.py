@@ -93,8 +93,7 @@ class MoriBackend:
         native.check_fit(regions, self._options)
         place, own = self._library.MemoryLocationType, self._engine.get_engine_desc()
         try:
-            if self._options.transport == "rdma":
-                self._engine.register_remote_engine(own)
+            self._engine.register_remote_engine(own)
             for region in regions:
                 kind, _, number = region.device.partition(":")
                 where = (-1, place.CPU) if kind == "cpu" else (int(number or 0), place.GPU)
@@ -103,7 +102,7 @@ class MoriBackend:
                     self._engine.create_session(memory, memory)
         except Exception as error:
             self.kvcore_unregister(regions)
-            raise RegistrationError(f"backend 'mori': {region} was not registered ({cause(error)}); {native.REFUSED}") from error
+            raise RegistrationError(f"backend 'mori': {region} was not registered ({native.told(error)}); {native.REFUSED}") from error
         finally:
             self._engine.deregister_remote_engine(own)
 
@@ -127,7 +126,7 @@ class MoriBackend:
         try:
             remote = self._paired(peer)
         except Exception as error:
-            raise ConnectionError(f"peer {peer.id} cannot be reached ({cause(error)}); check that it runs, then pair again") from error
+            raise ConnectionError(f"peer {peer.id} cannot be reached ({native.told(error)}); check that it runs, pair again") from error
         self._leave(peer.id)
         self._remotes[peer.id] = remote
 
@@ -136,7 +135,7 @@ class MoriBackend:
         """Forget a peer. True if nothing is in flight to it: a prefill side's memory is read by its own writes only (R4)."""
         self._leave(peer)
         deadline = time.monotonic() + LEAVE_S
-        while (busy := self._runs(peer)) and time.monotonic() < deadline:
+        while (busy := any(self._look(job) is PENDING for job in list(self._jobs) if job.peer == peer)) and time.monotonic() < deadline:
             time.sleep(0.01)
         return not busy and self._context.side == "prefill"
 
@@ -201,9 +200,6 @@ class MoriBackend:
             if (remote := self._remotes.pop(peer, None)) is not None:
                 self._engine.deregister_remote_engine(remote.engine)
                 remote.sessions.clear()
-
-    def _runs(self, peer: str) -> bool:
-        return any(self._look(job) is PENDING for job in list(self._jobs) if job.peer == peer)
 
     def _post(self, job: Job, transfer: Transfer) -> None:
         regions, offsets = (transfer.local_region, transfer.remote_region), (transfer.local_offset, transfer.remote_offset)

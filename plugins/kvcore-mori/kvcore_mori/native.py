@@ -9,6 +9,7 @@ import importlib.metadata
 import os
 import resource
 import socket
+import traceback
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,24 +70,17 @@ def start(options: MoriOptions, context: OpenContext) -> tuple[Any, Any]:
     if missing := next((one for one in needs() if one.advice and (one.name != "rdma" or options.transport == "rdma")), None):
         raise BackendLoadError(f"backend 'mori' needs {missing.name}, and finds {missing.value}; {missing.advice}")
     engine = library.IOEngine(f"{context.instance}/{uuid.uuid4().hex}", library.IOEngineConfig(host=host, port=0))
+    config = library.RdmaBackendConfig(
+        qp_per_transfer=options.queue_pairs, post_batch_size=options.post_batch_size or -1, num_worker_threads=options.workers,
+        poll_cq_mode=getattr(library.PollCqMode, options.poll_mode.upper()), enable_notification=False,
+    )  # fmt: skip
     try:
-        if options.transport == "rdma":
-            engine.create_backend(library.BackendType.RDMA, _settings(library, options))
-        else:
-            engine.create_backend(library.BackendType.XGMI)
+        engine.create_backend(getattr(library.BackendType, options.transport.upper()), config if options.transport == "rdma" else None)
     except Exception as error:
         remedy = f"of {', '.join(here)} bring a port up (ibv_devinfo), and see that MORI_RDMA_DEVICES names one of them or is unset"
-        raise BackendLoadError(f"backend 'mori': {options.transport} does not start ({cause(error)}); {remedy}") from error
+        raise BackendLoadError(f"backend 'mori': {options.transport} does not start ({told(error)}); {remedy}") from error
     context.logger.info("mori %s with %s at %s:%d", version, options.transport, host, engine.get_engine_desc().port)
     return library, engine
-
-
-def _settings(library: Any, options: MoriOptions) -> Any:
-    mode = {"polling": library.PollCqMode.POLLING, "event": library.PollCqMode.EVENT}[options.poll_mode]
-    return library.RdmaBackendConfig(
-        qp_per_transfer=options.queue_pairs, post_batch_size=options.post_batch_size or -1, num_worker_threads=options.workers,
-        poll_cq_mode=mode, enable_notification=False,
-    )  # fmt: skip
 
 
 def _listening(host: str) -> str:
@@ -98,6 +92,12 @@ def _listening(host: str) -> str:
     except OSError as error:
         raise ConfigError(f"backend 'mori' cannot listen on host {host!r} ({cause(error)}); give an IPv4 address of this host") from error
     return address
+
+
+def told(error: Exception) -> str:
+    """An error of mori's in one line. While somebody keeps the error, it shall not keep the engine, which its frames refer to."""
+    traceback.clear_frames(error.__traceback__)
+    return cause(error)
 
 
 def renamed(kind: type[T], packed: bytes, owner: str, key: str) -> T:
@@ -120,8 +120,8 @@ def check_fit(regions: Sequence[Region], options: MoriOptions) -> None:
     limit, total = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], sum(one.nbytes for one in regions)
     status = dict(line.split(":", 1) for line in STATUS.read_text(errors="replace").splitlines())
     if 0 <= limit < total and not int(status["CapEff"], 16) >> CAP_IPC_LOCK & 1:
-        told = f"{total} bytes of {len(regions)} regions, the largest of {max(one.nbytes for one in regions)}"
-        raise RegistrationError(f"backend 'mori': {told}, are more than the {limit} that may be locked; raise that (ulimit -l)")
+        among = f"{total} bytes of {len(regions)} regions, the largest of {max(one.nbytes for one in regions)}"
+        raise RegistrationError(f"backend 'mori': {among}, are more than the {limit} that may be locked; raise that (ulimit -l)")
 
 
 def rdma_devices() -> list[str]:
@@ -155,15 +155,12 @@ def _library(*names: str) -> ctypes.CDLL | None:
 def needs() -> list[Fact]:
     """What mori needs of this host beside its own libraries; with an advice where it is missing, and mori would exit or find nothing."""
     gpus, devices = _gpus(), rdma_devices()
-    driver = "have the amdgpu driver see a GPU, in a container too (/dev/kfd): without one mori ends the process"
-    card = "see ibv_devices; or use transport 'xgmi' for GPU memory within a host"
-    verbs = "no device" if _library(*VERBS) else "no libibverbs.so.1"
-    return [
-        Fact("gpu", "no librocm_smi64", "install ROCm's rocm-smi-lib, or have MORI_ROCM_SMI_PATH name it: without it mori ends the process")
-        if gpus is None
-        else Fact("gpu", f"{gpus} found", "" if gpus else driver),
-        Fact("rdma", ", ".join(devices), "") if devices else Fact("rdma", verbs, f"apt install libibverbs1 ibverbs-providers; {card}"),
-    ]
+    gpu = Fact("gpu", f"{gpus} found", "" if gpus else "let the amdgpu driver see one (/dev/kfd): else mori ends the process")
+    if gpus is None:
+        gpu = Fact("gpu", "no librocm_smi64", "install ROCm's rocm-smi-lib, or set MORI_ROCM_SMI_PATH to it: else mori ends the process")
+    found = ", ".join(devices) or ("no device" if _library(*VERBS) else "no libibverbs.so.1")
+    card = "apt install libibverbs1 ibverbs-providers; see ibv_devices; or use transport 'xgmi' for GPU memory within a host"
+    return [gpu, Fact("rdma", found, "" if devices else card)]
 
 
 def facts() -> list[Fact]:

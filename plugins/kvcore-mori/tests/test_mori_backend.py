@@ -334,10 +334,8 @@ def test_peers_come_and_go_and_leave_nothing(scene: Stage, monkeypatch: pytest.M
 # --- memory
 
 
-def test_b3_memory_is_registered_at_once_and_one_that_is_refused_is_named(
-    scene: Stage, pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, two = scene.node("prefill", layers=2), pair[1]
+def test_b3_memory_is_registered_at_once_and_one_that_is_refused_is_named(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = scene.node("prefill", layers=2)
     good = one.pool.regions
     one.backend.kvcore_unregister(good)
     calls = Calls(monkeypatch, "IOEngine", "register_memory", "deregister_memory", "deregister_remote_engine")
@@ -357,7 +355,7 @@ def test_b3_memory_is_registered_at_once_and_one_that_is_refused_is_named(
     assert dict(calls.made) == {"register_memory": 2, "deregister_memory": 2, "deregister_remote_engine": 1}
     assert one.backend._memory == []
     one.backend.kvcore_register(good)
-    one.backend.kvcore_connect(dataclasses.replace(two.peer(), pools=()))
+    assert len(one.backend._memory) == 2
 
 
 @pytest.mark.parametrize(
@@ -387,6 +385,24 @@ def test_r3_close_says_so_if_the_engine_goes_on(scene: Stage) -> None:
         with pytest.raises(RuntimeError, match="keep the memory of what is in flight"):
             one.backend.kvcore_close()
     del kept
+
+
+@pytest.mark.parametrize("hook", ["register", "connect"])
+def test_b3_an_error_that_somebody_keeps_does_not_keep_the_engine(scene: Stage, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, gone = scene.node("prefill"), scene.guest()
+    gone.kill()
+    if hook == "register":
+        one.backend.kvcore_unregister(one.pool.regions)
+        outside = dataclasses.replace(one.pool.regions[0], ptr=0)
+        with pytest.raises(
+            kvcore.RegistrationError, match="ptr=0.* was not registered .ValueError: PyCapsule_New called with null"
+        ) as kept:
+            one.backend.kvcore_register([outside])
+    else:
+        with pytest.raises(ConnectionError, match=r"cannot be reached \(RuntimeError: connect") as kept:  # type: ignore[assignment]
+            one.backend.kvcore_connect(gone.peer)
+    one.close()  # which would say that the engine goes on
+    assert kept.value.__cause__ is not None
 
 
 def test_r3_after_close_no_byte_of_a_write_in_flight_leaves_the_source(scene: Stage, hasty: None) -> None:
