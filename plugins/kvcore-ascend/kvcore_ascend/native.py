@@ -18,7 +18,7 @@ from kvcore.environment import set_variables
 from kvcore.errors import BackendLoadError, cause, one_line
 from kvcore.hookspecs import Fact, OpenContext
 from kvcore.memory import Region
-from kvcore_ascend.options import AscendOptions
+from kvcore_ascend.options import QUIET, AscendOptions
 
 PACKAGE = "memfabric_hybrid"
 INSTALL = "pip install 'memfabric_hybrid>=1.3,<2'"
@@ -50,14 +50,14 @@ def load() -> tuple[Any, str]:
     try:
         version = importlib.metadata.version(PACKAGE)
         library = importlib.import_module(PACKAGE)
-        library.set_log_level(AscendOptions().log_level)
+        library.set_log_level(QUIET)
     except Exception as error:
         raise BackendLoadError(f"backend 'ascend' cannot load {PACKAGE} ({cause(error)}); install it: {INSTALL}") from error
     engine = getattr(library, "TransferEngine", None)
     missing = [name for name in CALLS if not hasattr(engine, name)]
-    if missing or "store_server_role" not in str(engine.initialize.__doc__):
-        told = f"lacks {', '.join(missing) or 'store_server_role'}"
-        raise BackendLoadError(f"backend 'ascend' needs {PACKAGE} 1.3 or newer, and {version} {told}; upgrade: {INSTALL}")
+    if missing or "store_server_role" not in str(getattr(engine, "initialize", "").__doc__):  # an older one needs a store of its own
+        told = ", ".join(missing) or "store_server_role"
+        raise BackendLoadError(f"backend 'ascend' needs {PACKAGE} 1.3 or newer, and {version} lacks {told}; upgrade: {INSTALL}")
     return library, version
 
 
@@ -71,7 +71,7 @@ def start(options: AscendOptions, context: OpenContext) -> tuple[list[Any], str]
         set_variables("ascend", options.environment, context.logger)
         library, version = load()
         library.set_log_level(options.log_level)
-        host = str(Address(socket.getaddrinfo(context.host, None)[0][4][0], 0)).removesuffix(":0")  # memfabric resolves no names
+        host = str(Address(str(socket.getaddrinfo(context.host, None)[0][4][0]), 0)).removesuffix(":0")  # memfabric resolves no names
         for role in ROLES[context.side]:
             engine = library.TransferEngine()
             operation = getattr(library.TransDataOpType, options.protocol.upper())
@@ -143,8 +143,8 @@ def facts() -> list[Fact]:
 def _needs(protocol: str) -> list[Fact]:
     """What the engine looks for when it starts, in its order."""
     driver = next((path for path in DRIVER if os.path.exists(path)), "")
-    home = os.environ.get("ASCEND_HOME_PATH", "")
-    has_acl = bool(home) and Path(home, "lib64", "libascendcl.so").exists()
+    home, acl = os.environ.get("ASCEND_HOME_PATH", ""), "lib64/libascendcl.so"
+    told = "not set" if not home else home if Path(home, acl).exists() else f"{home} without {acl}"
     wanted = LIBRARIES | (RDMA_LIBRARIES if protocol == "host_rdma" else {})
     return [
         Fact("driver", driver or f"not in {DRIVER[0]}", "" if driver else "install the Ascend driver"),
