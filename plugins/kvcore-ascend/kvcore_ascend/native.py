@@ -148,9 +148,7 @@ def _needs(protocol: str) -> list[Fact]:
     wanted = LIBRARIES | (RDMA_LIBRARIES if protocol == "host_rdma" else {})
     return [
         Fact("driver", driver or f"not in {DRIVER[0]}", "" if driver else "install the Ascend driver"),
-        Fact(
-            "ASCEND_HOME_PATH", home if has_acl else f"{home} without lib64/libascendcl.so" if home else "not set", "" if has_acl else CANN
-        ),
+        Fact("ASCEND_HOME_PATH", told, "" if told == home else CANN),
         *(Fact(name, problem or "found", problem and advice) for name, advice in wanted.items() for problem in [_problem(name)]),
     ]
 
