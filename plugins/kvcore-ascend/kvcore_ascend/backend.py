@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ ABLE = Capabilities(
     memory=frozenset({"cpu", "npu"}), blocking=True, parallel=8, needs_process_to_write=False, max_descriptors=4096, max_bytes=64 << 20
 )
 REACH_S, JOIN_S = 2.0, 3.0  # for a peer's port to answer, and then its engine
-LEAVE_S, CLOSE_S = 1.0, 10.0  # for calls towards a peer that is forgotten; for calls, and then the engine, at the end
+LEAVE_S, CLOSE_S = 1.0, 15.0  # for calls towards a peer that is forgotten; for all that ends with the engine, which takes up to 14 s
 NOWHERE = 0  # an address that no engine has registered
 
 
@@ -156,6 +157,7 @@ class AscendBackend:
     @hookimpl
     def kvcore_close(self) -> None:
         """Stop the engine; ``RuntimeError`` if a call of it or its end has not returned, since then nothing is proved (R3)."""
+        deadline = time.monotonic() + CLOSE_S
         with self._lock:
             self._peers = {}
             if not self._lock.wait_for(lambda: not any(remote.calls for remote in self._met.values()), CLOSE_S):
@@ -164,7 +166,7 @@ class AscendBackend:
         if engines:
             self._ending = _started(native.stop, engines)
         if self._ending is not None:
-            self._ending.join(CLOSE_S)
+            self._ending.join(max(0.0, deadline - time.monotonic()))
             if self._ending.is_alive():
                 raise RuntimeError(f"backend 'ascend': the engine has not ended after {CLOSE_S:g} s; keep its memory")
 

@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import os
 import random
+import re
 import socket
 import threading
 from collections.abc import Sequence
@@ -18,9 +19,10 @@ from kvcore.environment import set_variables
 from kvcore.errors import BackendLoadError, cause, one_line
 from kvcore.hookspecs import Fact, OpenContext
 from kvcore.memory import Region
-from kvcore_ascend.options import QUIET, AscendOptions
+from kvcore_ascend.options import ERRORS, AscendOptions
 
 PACKAGE = "memfabric_hybrid"
+OLDEST = [1, 3]  # before that all engines needed one store, served by somebody
 INSTALL = "pip install 'memfabric_hybrid>=1.3,<2'"
 CALLS = ("initialize", "unInitialize", "get_rpc_port", "batch_register_memory", "unregister_memory", "batch_transfer_sync_write")
 MEMORY = {"sdma": "npu", "host_rdma": "cpu", "device_rdma": "npu", "device_urma": "npu", "device_uboe": "npu"}
@@ -50,14 +52,13 @@ def load() -> tuple[Any, str]:
     try:
         version = importlib.metadata.version(PACKAGE)
         library = importlib.import_module(PACKAGE)
-        library.set_log_level(QUIET)
+        library.set_log_level(ERRORS)
     except Exception as error:
         raise BackendLoadError(f"backend 'ascend' cannot load {PACKAGE} ({cause(error)}); install it: {INSTALL}") from error
     engine = getattr(library, "TransferEngine", None)
-    missing = [name for name in CALLS if not hasattr(engine, name)]
-    if missing or "store_server_role" not in str(getattr(engine, "initialize", "").__doc__):  # an older one needs a store of its own
-        told = ", ".join(missing) or "store_server_role"
-        raise BackendLoadError(f"backend 'ascend' needs {PACKAGE} 1.3 or newer, and {version} lacks {told}; upgrade: {INSTALL}")
+    lacks = "".join(f", which lacks {name}" for name in CALLS if not hasattr(engine, name))
+    if lacks or [int(part) for part in re.findall(r"\d+", version)[:2]] < OLDEST:
+        raise BackendLoadError(f"backend 'ascend' needs {PACKAGE} 1.3 or newer, and this is {version}{lacks}; upgrade: {INSTALL}")
     return library, version
 
 
@@ -109,7 +110,7 @@ def _free_nic(host: str) -> str:
 
 def _not_started(options: AscendOptions, where: str, code: int) -> str:
     lacks = "; ".join(f"{fact.name} is {fact.value}: {fact.advice}" for fact in _needs(options.protocol) if fact.advice)
-    remedy = f"here {lacks}" if lacks else "see what it says with the option log_level=3"
+    remedy = f"here {lacks}" if lacks else "see what it says with the option log_level=0"
     asked = f"protocol {options.protocol!r}, device {options.device}"
     return f"backend 'ascend': no engine with {asked} starts {where} ({meaning(code)}); {remedy}"
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-QUIET = 4  # of memfabric's levels the one at which it writes nothing
+ERRORS = 3  # the highest of memfabric's levels; its own traces are written all the same
 
 
 class AscendOptions(BaseModel, extra="forbid", frozen=True):
@@ -18,7 +18,7 @@ class AscendOptions(BaseModel, extra="forbid", frozen=True):
     """The NPU of this process, as ``ASCEND_RT_VISIBLE_DEVICES`` numbers them."""
     nic: str = Field("", pattern=r"^(tcp://.+:\d{1,5})?$")
     """host_rdma: ``tcp://address:port`` of the network card, and the first port to listen on; empty: ``host`` and a free port."""
-    log_level: int = Field(QUIET, ge=0, le=QUIET)
-    """What memfabric writes to stdout: 0 everything, 3 errors and traces, 4 nothing."""
+    log_level: int = Field(ERRORS, ge=0, le=ERRORS)
+    """What memfabric writes to stdout: 0 everything, 3 errors. Its traces come with each."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Variables such as ``MF_CONFIG_STORE_PORT_START``, set before the engine starts. One the process has already, wins."""
