@@ -286,7 +286,8 @@ def test_endpoints_tell_who_is_written_to(pair: tuple[Node, Guest]) -> None:
 # --- engines that end
 
 
-def test_the_shared_engine_ends(lasting: tuple[Node, Guest]) -> None:
+def test_the_shared_engine_ends(lasting: tuple[Node, Guest], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "CLOSE_S", 60.0)  # it takes seconds for each peer that it has met
     lasting[0].close()
     lasting[0].close()
     assert failed(lasting[0].move([3], [5], lasting[1].peer)) == (True, True)
