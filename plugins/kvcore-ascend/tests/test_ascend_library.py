@@ -65,9 +65,7 @@ def ask(folder: Path, engine: str, version: str = "1.3.0") -> tuple[str, dict[st
     return told["said"], {name: (value, advice) for name, (value, advice) in told["facts"].items()}
 
 
-@pytest.mark.parametrize(
-    "error", ["ImportError('libmf_smem.so: cannot open shared object file')", "OSError('bad ELF')", "ValueError('odd')"]
-)
+@pytest.mark.parametrize("error", ["ImportError('libmf_smem.so: cannot open')", "OSError('bad ELF')", "ValueError('odd')"])
 def test_b2_a_library_that_cannot_be_imported(tmp_path: Path, error: str) -> None:
     said, facts = ask(tmp_path, f"raise {error}")
     assert f"cannot load memfabric_hybrid ({error.partition('(')[0]}: " in said and f"install it: {native.INSTALL}" in said
@@ -78,7 +76,7 @@ def test_b2_a_library_that_cannot_be_imported(tmp_path: Path, error: str) -> Non
     ("engine", "version", "what"),
     [
         (ENGINE, "1.2.9", "this is 1.2.9; upgrade"),
-        ("def set_log_level(level): pass", "1.3.0", "1.3.0, which lacks initialize, which lacks"),
+        ("def set_log_level(level): pass", "1.3.0", "1.3.0, which lacks initialize, which"),
     ],
 )
 def test_b2_a_library_that_is_too_old_or_not_whole(tmp_path: Path, engine: str, version: str, what: str) -> None:
