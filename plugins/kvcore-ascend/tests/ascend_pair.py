@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from kvcore_ascend import backend
 from kvcore_ascend.backend import AscendBackend
 from kvcore_ascend.options import AscendOptions
 
@@ -32,6 +33,7 @@ PROTOCOL = "host_rdma" if os.environ.get("KV_MEMTYPE") == "0" else "sdma"
 PAGES, PAGE_BYTES = 64, 4096
 SOON_S = 20.0
 LIBRARY = "libmf_smem.so"
+backend.CLOSE_S = 60.0  # the engine takes seconds for each peer that it has met
 
 Array = npt.NDArray[np.uint8]
 _numbers = itertools.count(1)
