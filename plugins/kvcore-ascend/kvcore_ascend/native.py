@@ -109,7 +109,7 @@ def _free_nic(host: str) -> str:
 
 
 def _not_started(options: AscendOptions, where: str, code: int) -> str:
-    lacks = "; ".join(f"{fact.name} is {fact.value}: {fact.advice}" for fact in _needs(options.protocol) if fact.advice)
+    lacks = "; ".join(f"{fact.name}: {fact.value}, {fact.advice}" for fact in _needs(options.protocol) if fact.advice)
     remedy = f"here {lacks}" if lacks else "see what it says with the option log_level=0"
     asked = f"protocol {options.protocol!r}, device {options.device}"
     return f"backend 'ascend': no engine with {asked} starts {where} ({meaning(code)}); {remedy}"
@@ -159,5 +159,5 @@ def _problem(library: str) -> str:
     try:
         ctypes.CDLL(library)
     except OSError as error:
-        return one_line(error)
+        return one_line(error).removeprefix(f"{library}: ")
     return ""

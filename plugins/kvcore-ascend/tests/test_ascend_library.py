@@ -94,10 +94,10 @@ def test_b2_no_library_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "name"),
     [
-        ("LD_PRELOAD", "", "driver is not in /usr/local/Ascend/driver/version.info: install the Ascend driver"),
-        ("ASCEND_HOME_PATH", "", "ASCEND_HOME_PATH is not set: install CANN, and source its set_env.sh"),
-        ("ASCEND_HOME_PATH", "/nowhere", "ASCEND_HOME_PATH is /nowhere without lib64/libascendcl.so: install CANN"),
-        ("LD_LIBRARY_PATH", "", "libascend_hal.so is libascend_hal.so: cannot open shared object file"),
+        ("LD_PRELOAD", "", "driver: not in /usr/local/Ascend/driver/version.info, install the Ascend driver"),
+        ("ASCEND_HOME_PATH", "", "ASCEND_HOME_PATH: not set, install CANN, and source its set_env.sh"),
+        ("ASCEND_HOME_PATH", "/nowhere", "ASCEND_HOME_PATH: /nowhere without lib64/libascendcl.so, install CANN"),
+        ("LD_LIBRARY_PATH", "", "libascend_hal.so: cannot open shared object file"),
     ],
 )
 def test_b2_what_is_missing_of_driver_and_cann_is_named_at_the_start(variable: str, value: str, name: str) -> None:
