@@ -43,6 +43,8 @@ from kvcore.wire import VERSION, Hello, Introduction, RegionInfo, RoomBody, chec
 log = logging.getLogger("kvcore.core")
 
 STOP_S = 5.0
+ENGINE_S = 20.0
+"""How long ``close`` waits for an engine to stop: some take ten seconds and more."""
 PRUNE_S = 1.0
 LAST_WORDS_S = 1.0
 """How long ``close`` waits for its last words to be acknowledged."""
@@ -384,7 +386,7 @@ class Core:
                 continue
             if fenced is True:
                 self.fenced(instance, "decode")
-        stopped = self._slow.run(lambda: self._backend.close(regions)).result(STOP_S)
+        stopped = self._slow.run(lambda: self._backend.close(regions)).result(ENGINE_S)
         if not (stopped and self._ledger.join(STOP_S)):
             log.error("the engine of %s may still be at work; keep the memory of tickets in flight", self.instance)
             return
