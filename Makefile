@@ -9,7 +9,8 @@ BACKEND ?= local
 ENGINES := nixl mooncake ascend
 EXTRA_nixl ?= cu12
 EXTRA_mooncake ?= cpu
-EXTRA_ascend ?= engine
+EXTRA_ascend ?= npu
+EXTRA_mori ?= engine
 PYTHON_MORI ?= python3.10
 VENV_MORI ?= .venv-mori
 SHIMS := build/shims
@@ -31,9 +32,9 @@ ENGINE_RUNS := own-nixl own-mooncake own-ascend own-mori core-nixl core-nixl-tcp
 ON_SHIMS = eval "$$($(BIN)/python plugins/shims/environment.py $(1) $(SHIMS))" &&
 KIT = $(BIN)/kvcore-conformance --report build/conformance
 
-.PHONY: demo test test-example test-engines test-slow slow-core slow-engines support mutation lint format bench install install-engines clean $(ENGINE_RUNS)
+.PHONY: demo test test-example test-engines test-slow slow-core slow-engines slow-mori support mutation lint format bench install install-engines clean $(ENGINE_RUNS)
 
-demo: $(STAMP) $(filter $(STAMP)-$(BACKEND),$(PLUGIN_STAMPS))
+demo: $(STAMP) $(filter $(STAMP)-$(BACKEND),$(PLUGIN_STAMPS) $(STAMP)-mori)
 	$(BIN)/kvcore demo --backend $(BACKEND) $(ARGS)
 
 test: lint
@@ -74,7 +75,7 @@ own-ascend: $(STAMP_SHIMS)
 	$(call ON_SHIMS,sdma) $(PYTEST) plugins/kvcore-ascend/tests
 
 kit-ascend: $(STAMP_SHIMS)
-	$(call ON_SHIMS,sdma) $(KIT)/ascend --backend ascend --options plugins/kvcore-ascend/tests/kit.toml --profile quick
+	$(call ON_SHIMS,sdma) $(KIT)/ascend --backend ascend --profile quick
 
 own-mori kit-mori: BIN = $(VENV_MORI)/bin
 
@@ -82,7 +83,7 @@ own-mori: $(STAMP_SHIMS)
 	$(call ON_SHIMS,mori) $(PYTEST) plugins/kvcore-mori/tests
 
 kit-mori: $(STAMP_SHIMS)
-	$(call ON_SHIMS,mori) $(KIT)/mori --backend mori --profile quick
+	$(call ON_SHIMS,mori) KV_SOFTVERBS_ACK_TIMEOUT_MS=60000 $(KIT)/mori --backend mori --profile quick
 
 # examples/kvcore-shm as a third party's plugin: from its wheel, in an environment of its own, held to the contract.
 test-example: $(STAMP)
@@ -95,21 +96,29 @@ slow-core: $(STAMP)
 	$(if $(ARGS),,$(KIT)/local --backend local --soak 2)
 
 # All of the core's tests that run over an engine, the slow ones among them, and the plugins' own slow ones.
-slow-engines: $(PLUGIN_STAMPS)
+slow-engines: $(PLUGIN_STAMPS) $(STAMP_SHIMS)
 	$(PYTEST_SLOW) -m slow plugins/kvcore-nixl/tests
 	$(PYTEST_SLOW) -m slow plugins/kvcore-mooncake/tests
+	$(call ON_SHIMS,host_rdma) $(PYTEST_SLOW) plugins/kvcore-ascend/tests
 	KVCORE_TEST_BACKENDS=nixl $(PYTEST_SLOW) -m "" -k nixl
 	KVCORE_TEST_BACKENDS=nixl UCX_TLS=tcp $(PYTEST_SLOW) -m "" -k nixl
 	KVCORE_TEST_BACKENDS=mooncake $(PYTEST_SLOW) -m "" -k mooncake
 	$(KIT)/nixl --backend nixl --soak 2
 	UCX_TLS=tcp $(KIT)/nixl-tcp --backend nixl --soak 2
 	$(KIT)/mooncake --backend mooncake --soak 2
+	$(call ON_SHIMS,sdma) $(KIT)/ascend --backend ascend --soak 2
+	$(MAKE) slow-mori
+
+slow-mori: BIN = $(VENV_MORI)/bin
+slow-mori: $(STAMP_SHIMS)
+	$(call ON_SHIMS,mori) KV_SOFTVERBS_ACK_TIMEOUT_MS=60000 $(KIT)/mori --backend mori --soak 2
 
 # The support table of README.md, from the reports of the last runs of the kit: after test and test-engines, or test-slow.
 support: $(STAMP)
 	$(BIN)/python -m kvcore_conformance.support --into README.md build/conformance/local/report.json \
 		"nixl, shared memory=build/conformance/nixl/report.json" "nixl, TCP=build/conformance/nixl-tcp/report.json" \
-		"mooncake, TCP=build/conformance/mooncake/report.json"
+		"mooncake, TCP=build/conformance/mooncake/report.json" \
+		"mori, RDMA on shims=build/conformance/mori/report.json" "ascend, SDMA on shims=build/conformance/ascend/report.json"
 
 # Faults in the core one by one, about half an hour: does the kit see them?
 mutation: $(STAMP)

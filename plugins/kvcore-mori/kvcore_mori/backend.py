@@ -221,7 +221,7 @@ class MoriBackend:
         if failed or job.problem:
             refused = not job.problem and all(one.Code() == self._library.StatusCode.ERR_INVALID_ARGS for one in failed)
             reason = job.problem or f"mori says {failed[0].Code().name}: {one_line(failed[0].Message())}"
-            self._failed += job.statuses
+            self._failed += () if refused else job.statuses
             job.remote.broken |= not refused
             job.state = TicketState(TicketKind.FAILED, reason, quiescent=refused, peer_broken=not refused)
         else:
