@@ -85,7 +85,7 @@ def test_s2_every_thread_sees_one_history(pair: Pair, rooms: int) -> None:
             role, end = one.handle.child.role, one.handle.poll()
             for found in (*one.polled, *one.stored, history(one.handle.child, room.number)):
                 assert forward(found), f"{role} was seen to be {found}"
-            last = {thread[-1] for thread in (*one.polled, *one.stored) if thread[-1] in ENDS}
+            last = {state for thread in (*one.polled, *one.stored) for state in thread[-1:] if state in ENDS}
             assert last <= {end}, f"{role} ended as {end}, and threads saw {last}"
         pair.over(room)
 
