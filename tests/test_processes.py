@@ -674,7 +674,7 @@ def test_p4_an_address_that_is_no_prefill_groups_is_said_so(two: list[Child]) ->
 # --- garbage
 
 
-def test_p5_garbage_on_every_port_disturbs_no_room(two: list[Child]) -> None:
+def test_p5_garbage_on_every_port_disturbs_no_room(two: list[Child], tmp_path: Path) -> None:
     control, bootstrap = [free_port(), free_port()], free_port()
     data = [free_port(), free_port()] if two[0].backend == "local" else []  # the ports of other engines are theirs to guard
     options = [{"port": port} for port in data] or [{}, {}]
@@ -682,7 +682,7 @@ def test_p5_garbage_on_every_port_disturbs_no_room(two: list[Child]) -> None:
     decode = two[1].start("decode", port=control[1], backend_options=options[1], admin="127.0.0.1:0")
     sender, receiver = in_state("transferring", prefill, decode, gate="mine")
     others = [f"127.0.0.1:{port}" for port in (bootstrap, *data)] + [prefill.admin, decode.admin]
-    with Noise([f"127.0.0.1:{port}" for port in control], others) as noise:
+    with Noise([f"127.0.0.1:{port}" for port in control], others, tmp_path / "evaluated") as noise:
         while noise.sent < 2000:
             moved(prefill, decode)
     prefill.open_gate("mine")
@@ -692,6 +692,7 @@ def test_p5_garbage_on_every_port_disturbs_no_room(two: list[Child]) -> None:
     receiver.clear()
     moved(prefill, decode)
     drained(prefill, decode)
+    assert not (tmp_path / "evaluated").exists()
     for child, ports in ((prefill, ("control", "bootstrap_port", "admin")), (decode, ("control", "admin"))):
         for port in ports:
             assert child.bad_messages(port) > 10, port

@@ -104,6 +104,7 @@ def told(error: Exception) -> str:
 
 def facts() -> list[Fact]:
     """The engine, its plugins with the libraries that some of them miss, and the transports that UCX has here. Starts nothing."""
+    prepare_environment({}, logging.getLogger(__name__))  # UCX reads its part of it when one of its libraries is loaded
     try:
         library, version = load()
     except BackendLoadError as error:

@@ -83,6 +83,22 @@ def test_the_rdma_module_is_left_out_only_where_there_is_no_device(
     assert found == {"UCX_TLS": "tcp", "NIXL_SET_BY_KVCORE": json.dumps(set_here, separators=(",", ":"))} | set_here
 
 
+LOOKED_AT = """
+from kvcore_nixl import native
+native.facts()
+mapped = open("/proc/self/maps").read()
+assert "libplugin_UCX" in mapped and "libuct_ib" not in mapped
+"""
+
+
+def test_to_look_at_the_library_does_not_load_what_would_crash_the_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the system has libraries that UCX's RDMA modules need (ibverbs-providers)."""
+    for name in ("UCX_MODULES", "NIXL_SET_BY_KVCORE"):
+        monkeypatch.delenv(name, raising=False)
+    ended = subprocess.run([sys.executable, "-c", LOOKED_AT], cwd=ROOT, capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (0, b""), ended.stderr.decode()
+
+
 QUIET = """
 import logging, sys
 from kvcore_nixl import native
