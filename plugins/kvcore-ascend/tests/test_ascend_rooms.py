@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 from ascend_pair import LIBRARY, PROTOCOL, resources
 from kvcore_conformance import Subject
 from kvcore_conformance.stage.driver import SOON_S, Child, free_port, until
@@ -49,7 +48,6 @@ def test_r3_r5_nothing_comes_late_from_a_writer_that_stands_still() -> None:
     check_nothing_late(Subject("ascend", OPTIONS), ["prefill"])
 
 
-@pytest.mark.skipif(PROTOCOL == "host_rdma", reason="a write of 64 MiB over the shims' network is not caught in the middle")
 def test_what_comes_late_without_proof_is_seen() -> None:
     check_late_is_seen(Subject("ascend", OPTIONS), ["prefill"])
 
