@@ -29,7 +29,7 @@ MEMORY = {"sdma": "npu", "host_rdma": "cpu", "device_rdma": "npu", "device_urma"
 ROLES = {"prefill": ("Prefill",), "decode": ("Decode",), "both": ("Prefill", "Decode")}
 """The engines of a side. One writes to engines of the other role, and only a "Decode" serves the store that others find it by."""
 DONE, REFUSED = 0, -2000
-CODES = {-1: "failed", -6: "a library is missing", REFUSED: "invalid argument, nothing was begun"}
+CODES = {-1: "failed", -2: "an address was not understood", -6: "a library is missing", REFUSED: "invalid argument, nothing was begun"}
 BLOCK = 2 << 20
 """What memfabric rounds registered memory to."""
 DRIVER = ("/usr/local/Ascend/driver/version.info", "/etc/ascend_install.info")
