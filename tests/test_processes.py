@@ -593,10 +593,10 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "pools": ({"pools": [KV]}, r"pools \['aux', 'kv'\] here and \['kv'\] there"),
     "wire_version": ({"pretend": {"wire_version": "7"}}, "wire version 1 here and 7 there"),
     "protocol": ({"pretend": {"major": 2}}, r"control protocol 1\.0 here and 2\.0 there"),
-    "orphan_s": ({"limits": {"orphan_s": 0.75}}, r"orphan_s is 0\.5 here and 0\.75 there"),
+    "orphan_s": ({"limits": {"orphan_s": 0.75}}, r"orphan_s is 0\.4 here and 0\.75 there"),
     "quarantine_s": (
         {"limits": {"quarantine_s": 4.0, "liveness_s": 1.0, "ticket_s": 1.0}},
-        r"quarantine_s is 4 there, and liveness_s \+ ticket_s is 6\.5 here",
+        r"quarantine_s is 4 there, and liveness_s \+ ticket_s is 6 here",
     ),
     "ticket_s": (
         {"limits": {"quarantine_s": 30.0, "ticket_s": 7.0}},

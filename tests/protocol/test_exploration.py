@@ -120,7 +120,7 @@ def moments(explorer: Explorer) -> set[Any]:
     [
         plain("abort and clear"),
         plain("limits", abort=False, reject=True, expiry=True),
-        plain("restart", abort=False, clear=False, limits=True, restart=True),
+        pytest.param(plain("restart", abort=False, clear=False, limits=True, restart=True), marks=pytest.mark.slow),
     ],
     ids=lambda scope: scope.name,
 )
