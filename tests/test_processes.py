@@ -6,6 +6,7 @@ import itertools
 import random
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
