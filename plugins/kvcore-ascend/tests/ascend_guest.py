@@ -7,7 +7,7 @@ import os
 import sys
 
 import numpy as np
-from ascend_pair import PAGE_BYTES, PAGES, PROTOCOL, context
+from ascend_pair import PROTOCOL
 from kvcore_ascend import native
 from kvcore_ascend.backend import AscendBackend
 from kvcore_ascend.options import AscendOptions
@@ -16,13 +16,14 @@ from kvcore import Pool, Region, Transfer
 from kvcore.hookspecs import Endpoint, Peer
 from kvcore.planner import Layout, plan
 from kvcore.states import RoomKey
+from tests.engine_nodes import context
 
 
 def main() -> None:
-    file, side, session = sys.argv[1:]
+    file, pages, page_bytes, side, session = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the engine writes to stdout
-    array = np.memmap(file, np.uint8, "r+", shape=(PAGES, PAGE_BYTES))
+    array = np.memmap(file, np.uint8, "r+", shape=(int(pages), int(page_bytes)))
     if side != "decode":
         array[:] = np.random.default_rng(5).integers(1, 255, array.shape, np.uint8)
     if session:  # an engine that has this one and no other
@@ -32,9 +33,9 @@ def main() -> None:
     pool = Pool.from_tensors("kv", [array], page_size=16)
     name = file.rpartition("/")[2]
     backend = AscendBackend()
-    backend.kvcore_open(AscendOptions(protocol=PROTOCOL), context(side, name, pool))
+    backend.kvcore_open(AscendOptions(protocol=PROTOCOL), context("ascend", side, name, pool))
     backend.kvcore_register(pool.regions)
-    told = {"name": name, "endpoint": backend.kvcore_endpoint().data.hex(), "ptr": pool.regions[0].ptr, "session": backend._session}
+    told = {"name": name, "data": backend.kvcore_endpoint().data.hex(), "ptr": pool.regions[0].ptr, "session": backend._session}
     print(json.dumps(told), file=answers, flush=True)
     layout = Layout.of((pool.geometry,), pool.regions)
     for line in sys.stdin:

@@ -18,13 +18,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ascend_pair import LIBRARY, PAGES, PROTOCOL, SOON_S, Guest, Node, Stage, resources, stage
+from ascend_pair import LIBRARY, PROTOCOL, Stage, stage, write
 from kvcore_ascend import backend, native
 from kvcore_ascend.backend import AscendBackend
 
 import kvcore
 from kvcore import Region
 from kvcore.hookspecs import DONE, Endpoint, NothingPosted, TicketState
+from tests.engine_nodes import PAGES, SOON_S, Guest, Node, resources
 from tests.helpers import ROOT, wait_until
 
 SCATTERED = ([9, 3, 50, 20, 7], [1, 40, 2, 30, 8])
@@ -268,9 +269,9 @@ def test_a_killed_peer_costs_its_own_tickets_and_its_successor_at_the_same_port_
     assert one.move([3], [5], two.peer) == DONE
     with pytest.raises(ConnectionError, match="refused"):
         one.backend.kvcore_connect(guest.peer)
-    again = scene.joined(one, scene.guest(session=guest.session))
-    assert again.session == guest.session
-    assert one.backend._peers[again.peer.id].name == guest.session.replace(":", ":0")
+    again = scene.joined(one, scene.guest(session=guest.told["session"]))
+    assert again.told["session"] == guest.told["session"]
+    assert one.backend._peers[again.peer.id].name == guest.told["session"].replace(":", ":0")
     assert one.move([3], [5], again.peer) == DONE
     assert np.array_equal(one.arrays[0][3], again.array[5])
 
@@ -303,7 +304,7 @@ def test_b7_a_closed_backend_leaves_nothing_and_opens_again(scene: Stage) -> Non
 @pytest.mark.parametrize("side", ["decode", "both"])
 def test_sides_that_are_written_to_never_say_that_a_peer_is_fenced(scene: Stage, side: str) -> None:
     one, writer = scene.node(side), scene.guest("prefill")
-    assert writer.write(one.peer(), [3, 7], [5, 1]) == "done"
+    assert write(writer, one.peer(), [3, 7], [5, 1]) == "done"
     assert np.array_equal(one.arrays[0][[5, 1]], writer.array[[3, 7]])
     assert one.backend.kvcore_disconnect(writer.peer.id) is False
     if side == "both":
@@ -382,11 +383,11 @@ def test_a_backend_that_was_not_opened_closes() -> None:
 ENDS = """
 import sys
 from contextlib import ExitStack
-from ascend_pair import Stage
+from ascend_pair import stage
 from kvcore_ascend import backend
 backend.CLOSE_S = 0.3
 stack = ExitStack()
-scene = Stage(stack)
+scene = stack.enter_context(stage())
 one, guest = scene.node(), scene.guest()
 scene.joined(one, guest)
 if sys.argv[1] == "closed":

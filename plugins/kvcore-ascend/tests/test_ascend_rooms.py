@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ascend_pair import LIBRARY, PROTOCOL, resources
+from ascend_pair import LIBRARY, PROTOCOL
 from kvcore_conformance import Subject
 from kvcore_conformance.stage.driver import SOON_S, Child, free_port, until
 from kvcore_conformance.stage.footprint import idle_s
 from kvcore_conformance.stage.frozen import check_any_engine, check_late_is_seen, check_nothing_late
+
+from tests.engine_nodes import resources
 
 OPTIONS = {"protocol": PROTOCOL}
 BRIEF = {"liveness_s": 1.5, "ticket_s": 2.5, "quarantine_s": 4.5}

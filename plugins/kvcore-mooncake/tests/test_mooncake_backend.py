@@ -16,12 +16,13 @@ import pytest
 from kvcore_conformance.stage.driver import free_port
 from kvcore_mooncake import backend, native
 from kvcore_mooncake.backend import Job
-from mooncake_pair import BIG, Calls, Guest, Node, Stage, resources, stage
+from mooncake_pair import BIG, Calls, Stage, stage
 
 import kvcore
 from kvcore import Region
 from kvcore.hookspecs import DONE, PENDING, RETRY, Endpoint, TicketState
 from kvcore.states import RoomKey
+from tests.engine_nodes import Guest, Node, resources
 from tests.helpers import wait_until
 
 SCATTERED = ([9, 3, 50, 20, 7], [1, 40, 2, 30, 8])

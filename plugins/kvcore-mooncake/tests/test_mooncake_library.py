@@ -207,10 +207,10 @@ TAKEN = """
 import sys, kvcore
 from kvcore_mooncake import native
 from kvcore_mooncake.options import MooncakeOptions
-from mooncake_pair import context
+from tests.engine_nodes import context
 from tests.helpers import memory
 try:
-    native.start(MooncakeOptions(), context("prefill", "one", kvcore.Pool.from_tensors("kv", memory(1), page_size=1)))
+    native.start(MooncakeOptions(), context("mooncake", "prefill", "one", kvcore.Pool.from_tensors("kv", memory(1), page_size=1)))
 except kvcore.BackendLoadError as error:
     print(error)
 """

@@ -14,9 +14,9 @@ from kvcore_conformance.stage.driver import SOON_S, Child, PoolSpec, free_port, 
 from kvcore_conformance.stage.footprint import idle_s
 from kvcore_conformance.stage.frozen import check_late_is_seen, check_nothing_late
 from kvcore_mooncake.backend import ABLE
-from mooncake_pair import resources
 
 from kvcore import KVPoll
+from tests.engine_nodes import resources
 from tests.helpers import ROOT, Calls, Duo, duo, ended, wait_until
 
 MOST = ABLE.max_descriptors or 0

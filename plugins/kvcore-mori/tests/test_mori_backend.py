@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from kvcore_mori import backend, native
 from kvcore_mori.backend import Job
-from mori_pair import Calls, Node, Stage, resources, stage
+from mori_pair import Calls, Stage, stage
 
 import kvcore
 from kvcore.hookspecs import DONE, PENDING, RETRY, Endpoint, TicketState
+from tests.engine_nodes import Node, resources
 from tests.helpers import wait_until
 
 SCATTERED = ([9, 3, 50, 20, 7], [1, 40, 2, 30, 8])

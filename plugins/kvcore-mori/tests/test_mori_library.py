@@ -27,14 +27,14 @@ SCRIPT = """
 import sys
 import kvcore
 from kvcore_mori.backend import MoriBackend
-from mori_pair import context
+from tests.engine_nodes import context
 from tests.helpers import memory
 pool = kvcore.Pool.from_tensors("kv", memory(1), page_size=1)
 for fact in MoriBackend().kvcore_facts():
     print("fact:", fact.name, "|", fact.value, "|", fact.advice)
 one = MoriBackend()
 try:
-    one.kvcore_open(one.kvcore_backend_info().options(**eval(sys.argv[1])), context("prefill", "one", pool))
+    one.kvcore_open(one.kvcore_backend_info().options(**eval(sys.argv[1])), context("mori", "prefill", "one", pool))
     print("opened")
 except kvcore.BackendLoadError as error:
     print("said:", error)

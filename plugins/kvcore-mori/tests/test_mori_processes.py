@@ -12,8 +12,8 @@ import pytest
 from kvcore_conformance import Subject
 from kvcore_conformance.stage.driver import SOON_S, Child, Crew, PoolSpec, free_port, until
 from kvcore_conformance.stage.frozen import check_any_engine, check_late_is_seen, check_nothing_late
-from mori_pair import resources
 
+from tests.engine_nodes import resources
 from tests.helpers import ROOT, Calls, duo, wait_until
 
 PATIENT = {"KV_SOFTVERBS_ACK_TIMEOUT_MS": "60000"}

@@ -2,68 +2,44 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from kvcore_nixl import native
 from kvcore_nixl.backend import Job, NixlBackend
 from kvcore_nixl.options import NixlOptions
 
-from kvcore import Pool, TicketState, Transfer
-from kvcore.hookspecs import PENDING, OpenContext, Peer
-from kvcore.planner import Layout, plan
+from kvcore import TicketState, Transfer
+from kvcore.hookspecs import PENDING
+from kvcore.planner import plan
 from kvcore.states import RoomKey
+from tests import engine_nodes
+from tests.engine_nodes import Array, numbers
 from tests.helpers import memory, wait_until
 
 PAGES, LAYERS, PAGE_BYTES = 64, 2, 4096
 BIG = {"pages": 256, "page_bytes": 64 * 1024}
 """32 MiB: more than what sockets take up."""
 
-Array = npt.NDArray[np.uint8]
-_numbers = itertools.count(1)
 
-
-class Calls:
-    """Counts calls into NIXL, agent by agent."""
+class Calls(engine_nodes.Calls):
+    """Of NIXL's agents."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *names: str) -> None:
-        self.made: Counter[str] = Counter()
-        agent = native.load()[0].nixl_agent
-        for name in names:
-            patch.setattr(agent, name, self._counted(name, getattr(agent, name)))
-
-    def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.made[name] += 1
-            return call(*args, **kwargs)
-
-        return counted
+        super().__init__(patch, native.load()[0].nixl_agent, *names)
 
 
-class Node:
-    """A backend that is open, with the pool ``kv`` registered."""
+class Node(engine_nodes.Node):
+    """With options by name."""
 
     def __init__(self, side: str, name: str, arrays: list[Array], **options: Any) -> None:
-        self.name, self.arrays, self.backend = name, arrays, NixlBackend()
-        self.pool = Pool.from_tensors("kv", arrays, page_size=16)
-        context = OpenContext(name, side, 0, "127.0.0.1", "127.0.0.1", logging.getLogger("kvcore.backends.nixl"), (self.pool.geometry,))
-        self.backend.kvcore_open(NixlOptions(**options), context)
-        self.backend.kvcore_register(self.pool.regions)
+        super().__init__(NixlBackend(), NixlOptions(**options), side, arrays, name)
         self.open = True
-        self.layout = Layout.of((self.pool.geometry,), self.pool.regions)
-
-    def peer(self) -> Peer:
-        """As others are told of it."""
-        return Peer(self.name, self.backend.kvcore_endpoint(), tuple(self.pool.regions), (self.pool.geometry,))
 
     def fill(self, value: int) -> None:
         for array in self.arrays:
@@ -71,8 +47,7 @@ class Node:
 
     def close(self) -> None:
         self.open = False
-        self.backend.kvcore_unregister(self.pool.regions)
-        self.backend.kvcore_close()
+        super().close()
 
 
 @dataclass
@@ -89,7 +64,7 @@ class Pair:
         here, there = self.prefill.pool.indices(mine), to.pool.indices(theirs)
         parts = plan(self.prefill.layout, to.layout, {"kv": (here, there)})
         arrays = (parts.local_region, parts.remote_region, parts.local_offset, parts.remote_offset, parts.length)
-        room = RoomKey("prefill", next(_numbers), 0, 1)
+        room = RoomKey("prefill", next(numbers), 0, 1)
         return Transfer(room, to.name, *arrays, self.prefill.layout.base, to.layout.base, 1, "kv", here, there)
 
     def post(self, mine: Sequence[int], theirs: Sequence[int], to: Node | None = None) -> Job | TicketState:
@@ -129,7 +104,7 @@ class Pair:
 @contextmanager
 def pair(pages: int = PAGES, page_bytes: int = PAGE_BYTES, side: str = "prefill", **options: Any) -> Iterator[Pair]:
     """A connected pair over whatever transports the environment says; closed at the end, if a test has not done so."""
-    number = next(_numbers)
+    number = next(numbers)
     prefill = Node(side, f"prefill-{number}", memory(pages, LAYERS, page_bytes, seed=3), **options)
     decode = Node("decode", f"decode-{number}", memory(pages, LAYERS, page_bytes), **options)
     both = Pair(prefill, decode)
