@@ -110,7 +110,7 @@ class Guest:
         self.array = np.memmap(file, np.uint8, "w+", shape=shape)
         self._process = subprocess.Popen(
             [sys.executable, str(script), str(file), *map(str, shape), *arguments],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))), **env},
+            env={**os.environ, "PYTHONPATH": python_path(), **env},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.told = self.answer()
@@ -214,6 +214,11 @@ class Stage:
         assert node.move([0], [0], guest.peer) == DONE
         guest.array[:] = 0
         return guest
+
+
+def python_path(*folders: Path) -> str:
+    """For a process that imports from the checkout, and from these folders."""
+    return os.pathsep.join([str(ROOT), *map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def resources(process: int | str = "self") -> tuple[int, int]:

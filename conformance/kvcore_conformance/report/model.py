@@ -128,7 +128,7 @@ class Report(msgspec.Struct):
     @property
     def took(self) -> str:
         """Its time, and that of the profile against what it may take over an engine that adds nothing, such as ``local``."""
-        within = f" ({self.profile}: {self.spent:.1f} of {BUDGET_S[self.profile]:g} s)" if self.profile in BUDGET_S else ""
+        within = f" ({self.profile}: {self.spent:.1f} s, over local at most {BUDGET_S[self.profile]:g} s)" if self.profile in BUDGET_S else ""
         return f"{self.seconds:.1f} s{within}"
 
 

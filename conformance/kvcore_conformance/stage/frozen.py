@@ -221,7 +221,7 @@ def _kept_waiting(caught: Caught, side: Side) -> None:
     stays(lambda: not caught.living.safe_now(), f"{side} stands still in the middle of a write, and no page is safe", HOLDS_S)
 
 
-def check_any_engine(subject: Subject, crew: Crew, side: Side, fences: bool) -> None:
+def check_any_engine(subject: Subject, side: Side, fences: bool, crew: Crew | None = None) -> None:
     """The same of one side, over an engine of which is not known whether its writes go on without that side: a few writes are frozen,
     wherever each is then. ``fences``: the living side may prove by itself that nothing of the other can arrive."""
     with scene(subject, PROOF, crew) as found:

@@ -85,13 +85,13 @@ def test_r4_only_the_instance_that_was_given_the_destination_can_call_it_drained
 @rule("R4")
 @full
 def test_r4_nothing_comes_late_from_a_writer_that_stood_still(kvcore_subject: Subject, crew: Crew, able: Capabilities) -> None:
-    check_any_engine(kvcore_subject, crew, "prefill", fences=fenced(able, gone=False))
+    check_any_engine(kvcore_subject, "prefill", fenced(able, gone=False), crew)
 
 
 @rule("R5")
 @full
 def test_r5_nothing_comes_late_to_a_reader_that_stood_still(kvcore_subject: Subject, crew: Crew) -> None:
-    check_any_engine(kvcore_subject, crew, "decode", fences=False)
+    check_any_engine(kvcore_subject, "decode", False, crew)
 
 
 # --- R7

@@ -19,6 +19,7 @@ from tests.engine_nodes import PAGE_BYTES, PAGES, Array, Guest
 PROTOCOL = "host_rdma" if os.environ.get("KV_MEMTYPE") == "0" else "sdma"
 """What the environment is for: the fake driver calls all memory either device or host memory."""
 LIBRARY = "libmf_smem.so"
+GUEST = Path(__file__).with_name("ascend_guest.py")
 backend.CLOSE_S = 60.0  # the engine takes seconds for each peer that it has met
 
 
@@ -53,4 +54,4 @@ def write(guest: Guest, to: Peer, mine: Sequence[int], theirs: Sequence[int]) ->
 @contextmanager
 def stage() -> Iterator[Stage]:
     with ExitStack() as stack:
-        yield Stage(stack, Node, Path(__file__).with_name("ascend_guest.py"))
+        yield Stage(stack, Node, GUEST)

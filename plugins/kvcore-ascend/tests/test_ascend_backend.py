@@ -25,8 +25,8 @@ from kvcore_ascend.backend import AscendBackend
 import kvcore
 from kvcore import Region
 from kvcore.hookspecs import DONE, Endpoint, NothingPosted, TicketState
-from tests.engine_nodes import PAGES, SOON_S, Guest, Node, resources
-from tests.helpers import ROOT, wait_until
+from tests.engine_nodes import PAGES, SOON_S, Guest, Node, python_path, resources
+from tests.helpers import wait_until
 
 SCATTERED = ([9, 3, 50, 20, 7], [1, 40, 2, 30, 8])
 RUN = (list(range(10, 30)), list(range(20, 40)))
@@ -383,11 +383,11 @@ def test_a_backend_that_was_not_opened_closes() -> None:
 ENDS = """
 import sys
 from contextlib import ExitStack
-from ascend_pair import stage
+from ascend_pair import GUEST, Node, Stage
 from kvcore_ascend import backend
 backend.CLOSE_S = 0.3
 stack = ExitStack()
-scene = stack.enter_context(stage())
+scene = Stage(stack, Node, GUEST)
 one, guest = scene.node(), scene.guest()
 scene.joined(one, guest)
 if sys.argv[1] == "closed":
@@ -404,10 +404,16 @@ else:
 
 @pytest.mark.parametrize("end", ["closed", "frozen"])
 def test_a_process_ends_well_also_with_an_engine_that_cannot_end(end: str, tmp_path: Path) -> None:
-    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     with (said := tmp_path / "stderr").open("w") as stderr:  # a pipe would wait for the guest too
         command = [sys.executable, "-c", ENDS, end]
-        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=stderr, stderr=stderr, timeout=60, check=False)
+        done = subprocess.run(
+            command,
+            env={**os.environ, "PYTHONPATH": python_path(Path(__file__).parent)},
+            stdout=stderr,
+            stderr=stderr,
+            timeout=60,
+            check=False,
+        )
     if end == "frozen":
         os.kill(int(said.read_text().rpartition("guest ")[2].split()[0]), signal.SIGKILL)
     assert done.returncode == 0 or (end, PROTOCOL) == ("frozen", "host_rdma"), said.read_text()  # which may crash on its way out

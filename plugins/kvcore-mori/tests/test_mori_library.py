@@ -21,6 +21,7 @@ from kvcore import Pool
 from kvcore.errors import BackendOptionsError
 from kvcore.registry import validated_options
 from tests.commands import kvcore as command
+from tests.engine_nodes import python_path
 from tests.helpers import ROOT, memory
 
 SCRIPT = """
@@ -44,10 +45,9 @@ one.kvcore_close()
 
 def ask(options: str = "{}", **variables: str) -> tuple[str, dict[str, str]]:
     """What a process of such an environment says when it opens the backend, and the facts that need something done, with what."""
-    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, options],
-        env={**os.environ, "PYTHONPATH": path, **variables}, capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": python_path(), **variables}, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"it ended with {done.returncode}: {done.stderr}"
     facts = [line[6:].split(" | ") for line in done.stdout.splitlines() if line.startswith("fact: ")]
