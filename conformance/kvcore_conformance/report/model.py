@@ -128,8 +128,8 @@ class Report(msgspec.Struct):
     @property
     def took(self) -> str:
         """Its time, and that of the profile against what it may take over an engine that adds nothing, such as ``local``."""
-        within = f" ({self.profile}: {self.spent:.1f} s, over local at most {BUDGET_S[self.profile]:g} s)" if self.profile in BUDGET_S else ""
-        return f"{self.seconds:.1f} s{within}"
+        budget = BUDGET_S.get(self.profile)
+        return f"{self.seconds:.1f} s" + (f" ({self.profile}: {self.spent:.1f} s; local may take {budget:g} s)" if budget else "")
 
 
 def read(file: Path) -> Report:
