@@ -26,8 +26,9 @@ PLUGIN_STAMPS := $(ENGINES:%=$(STAMP)-%)
 STAMP_MORI := $(VENV_MORI)/.installed
 STAMP_SHIMS := $(SHIMS)/.built
 
-ENGINE_RUNS := own-nixl own-mooncake own-ascend own-mori core-nixl core-nixl-tcp core-mooncake \
-	kit-nixl kit-nixl-tcp kit-mooncake kit-ascend kit-mori
+# The longest first.
+ENGINE_RUNS := kit-ascend core-nixl-tcp own-mooncake own-nixl own-ascend core-mooncake kit-mooncake own-mori core-nixl \
+	kit-nixl kit-nixl-tcp kit-mori
 # The conformance kit over one backend, and what a command over an engine on shims begins with.
 ON_SHIMS = eval "$$($(BIN)/python plugins/shims/environment.py $(1) $(SHIMS))" &&
 KIT = $(BIN)/kvcore-conformance --report build/conformance
