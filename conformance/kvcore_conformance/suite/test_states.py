@@ -181,7 +181,7 @@ def waiting(both: Pair, side: str, state: str) -> Room:
 
 
 @rule("S8")
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("side", ["prefill", pytest.param("decode", marks=full)])
 def test_s8_a_room_that_nobody_polls_ends_by_its_limit(pair: Pair, crew: Crew, side: str) -> None:
     with impatient(pair, crew, side, dict.fromkeys(LIMIT_OF.values(), SHORT_S)) as both:
         child = both.side(side)
