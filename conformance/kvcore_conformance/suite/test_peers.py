@@ -340,7 +340,9 @@ def ends_cleanly(pair: Pair, room: Room) -> None:
 
 
 @rule("P6")
-@pytest.mark.parametrize("how", [pytest.param("repeated", marks=full), pytest.param("late and early", marks=full), "lost", pytest.param("late", marks=full)])
+@pytest.mark.parametrize(
+    "how", [pytest.param("repeated", marks=full), pytest.param("late and early", marks=full), "lost", pytest.param("late", marks=full)]
+)
 def test_p6_control_messages_may_be_lost_repeated_or_late(pair: Pair, how: str) -> None:
     disturb(pair, how)
     room = pair.open()
