@@ -200,6 +200,7 @@ def test_c7_rooms_that_have_met_leave_nothing_once_cleared(crew: Crew) -> None:
 
 
 @rule("C7")
+@full
 def test_c7_rooms_that_never_met_leave_nothing_after_the_limits(crew: Crew) -> None:
     with paired(crew, meet=False) as pair:
         pair.transfer()
