@@ -5,23 +5,21 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 from kvcore_conformance import Subject
-from kvcore_conformance.stage.driver import SOON_S, Child, PoolSpec, free_port, until
+from kvcore_conformance.stage.driver import PoolSpec, until
 from kvcore_conformance.stage.footprint import idle_s
 from kvcore_conformance.stage.frozen import check_late_is_seen, check_nothing_late
 from kvcore_mooncake.backend import ABLE
 
 from kvcore import KVPoll
 from tests.engine_nodes import resources
+from tests.engine_processes import check_frozen_killed_and_started_again, children, moved, new_room
 from tests.helpers import ROOT, Calls, Duo, duo, ended, wait_until
 
 MOST = ABLE.max_descriptors or 0
 IDLE_S = 2.0
-BRIEF = {"liveness_s": 1.5, "ticket_s": 2.5, "quarantine_s": 4.5}
 SCRIPT = """
 import sys
 from tests.helpers import duo
@@ -79,65 +77,24 @@ def cross(one: Duo, other: Duo) -> None:
         ended(receiver, KVPoll.SUCCESS)
 
 
-@contextmanager
-def children(number: int) -> Iterator[list[Child]]:
-    found = [Child(backend="mooncake") for _ in range(number)]
-    try:
-        yield found
-    finally:
-        for child in found:
-            child.end()
-
-
-def moved(prefill: Child, decode: Child, room: int) -> bool:
-    sender, receiver = prefill.sender(room), decode.receiver(room, prefill)
-    receiver.receive([2])
-    sender.send([1], last=True)
-    well = (receiver.wait(20.0), sender.wait(20.0)) == ("SUCCESS", "SUCCESS")
-    sender.clear()
-    receiver.clear()
-    return well
-
-
 def test_over_ipv6_and_when_idle_a_process_takes_less_than_two_percent() -> None:
-    with children(2) as (prefill, decode):
+    with children("mooncake", 2) as (prefill, decode):
         prefill.start("prefill", host="::1")
         decode.start("decode", host="::1")
-        until(lambda: moved(prefill, decode, 1), "a page is moved", 30.0)
+        moved(prefill, decode)
         for waits in (False, True):
             if waits:
-                prefill.sender(2)
-                decode.receiver(2, prefill).receive([1])
+                room = new_room()
+                prefill.sender(room)
+                decode.receiver(room, prefill).receive([1])
             used = idle_s(prefill, decode, seconds=IDLE_S)
             assert used < 0.02 * IDLE_S, f"with a room that waits: {waits}; seconds used: {used}"
 
 
 def test_p2_p3_killed_frozen_and_started_again() -> None:
-    port = {"bootstrap_port": free_port()}
-    with children(3) as (prefill, decode, successor):
-        prefill.start("prefill", limits=BRIEF, **port)
-        decode.start("decode", limits=BRIEF)
-        assert moved(prefill, decode, 1)
-        for room, (side, other) in enumerate([(prefill, decode), (decode, prefill)], 2):
-            side.freeze()
-            until(lambda other=other: other.work("stats")["peers"] == 0, "it is lost", BRIEF["liveness_s"] + SOON_S)  # type: ignore[misc]
-            side.thaw()
-            assert moved(prefill, decode, room)
-        prefill.kill()
-        until(lambda: decode.work("stats")["peers"] == 0, "it is lost: until then a new room may still ask for the dead")
-        successor.start("prefill", limits=BRIEF, **port)
-        assert moved(successor, decode, 4)
-        sender, waiting = successor.sender(5), decode.receiver(5, successor)
-        waiting.receive([1])
-        assert sender.until("WAITING_FOR_INPUT") == "WAITING_FOR_INPUT"
-        successor.kill()
-        assert waiting.wait(BRIEF["liveness_s"] + SOON_S) == "FAILED"
-        assert waiting.failure.code == "peer_lost"
-        assert waiting.safe(BRIEF["quarantine_s"] + SOON_S)
-        assert waiting.unproven  # the last bytes of the dead may still wait in a socket here
-        waiting.clear()
-        until(lambda: decode.work("held") == {}, "no room is held")
-        until(lambda: decode.work("stats")["peers"] == 0, "no peer is known")
+    """The last bytes of the dead may still wait in a socket here."""
+    with children("mooncake", 3) as (prefill, decode, successor):
+        check_frozen_killed_and_started_again(prefill, decode, successor, unproven=True)
 
 
 @pytest.mark.parametrize("end", ["closed", "open"])
@@ -151,12 +108,12 @@ def test_a_process_ends_well(end: str) -> None:
 @pytest.mark.slow
 def test_20_killed_processes_and_200_managers_leave_nothing() -> None:
     seen, sizes = [], []
-    with duo("mooncake") as lasting, children(1) as (prefill,):
+    with duo("mooncake") as lasting, children("mooncake", 1) as (prefill,):
         prefill.start("prefill", [PoolSpec("kv", 32, 64, 2)], backend="mooncake")
-        for room in range(20):
-            with children(1) as (guest,):
+        for _ in range(20):
+            with children("mooncake", 1) as (guest,):
                 guest.start("decode", [PoolSpec("kv", 32, 64, 2)], backend="mooncake")
-                assert moved(prefill, guest, room)
+                moved(prefill, guest)
             until(lambda: prefill.work("stats")["stores"]["peers"] == 0, "a killed peer is forgotten", 20.0)
             seen.append(resources(prefill.pid))
         steady(seen)

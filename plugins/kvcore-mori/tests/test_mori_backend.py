@@ -19,7 +19,7 @@ from mori_pair import Calls, Stage, stage
 import kvcore
 from kvcore.hookspecs import DONE, PENDING, RETRY, Endpoint, TicketState
 from tests.engine_nodes import Node, resources
-from tests.helpers import wait_until
+from tests.helpers import stays, wait_until
 
 SCATTERED = ([9, 3, 50, 20, 7], [1, 40, 2, 30, 8])
 RUN = (list(range(10, 30)), list(range(20, 40)))
@@ -421,8 +421,7 @@ def test_r3_after_close_no_byte_of_a_write_in_flight_leaves_the_source(scene: St
     one.arrays[0][:] = NEW
     guest.thaw()
     guest.order("look")  # it goes on
-    time.sleep(0.3)
-    assert not (np.asarray(guest.array) == NEW).all(axis=1).any()
+    stays(lambda: not (np.asarray(guest.array) == NEW).all(axis=1).any(), 0.3)
 
 
 def test_b7_a_closed_backend_leaves_nothing_and_opens_again(scene: Stage) -> None:

@@ -25,7 +25,7 @@ from tests.engine_nodes import python_path
 from tests.helpers import ROOT, memory
 
 SCRIPT = """
-import sys
+import json, sys
 import kvcore
 from kvcore_mori.backend import MoriBackend
 from tests.engine_nodes import context
@@ -35,7 +35,7 @@ for fact in MoriBackend().kvcore_facts():
     print("fact:", fact.name, "|", fact.value, "|", fact.advice)
 one = MoriBackend()
 try:
-    one.kvcore_open(one.kvcore_backend_info().options(**eval(sys.argv[1])), context("mori", "prefill", "one", pool))
+    one.kvcore_open(one.kvcore_backend_info().options(**json.loads(sys.argv[1])), context("mori", "prefill", "one", pool))
     print("opened")
 except kvcore.BackendLoadError as error:
     print("said:", error)

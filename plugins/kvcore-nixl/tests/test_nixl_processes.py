@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
@@ -11,18 +10,22 @@ from pathlib import Path
 
 import pytest
 from kvcore_conformance import Subject
-from kvcore_conformance.stage.driver import SOON_S, Child, Crew, PoolSpec, free_port, until
+from kvcore_conformance.stage.driver import Child, Crew, until
 from kvcore_conformance.stage.footprint import idle_s
 from kvcore_conformance.stage.frozen import check_late_is_seen, check_nothing_late
 
+from tests.engine_processes import (
+    BRIEF,
+    check_frozen_killed_and_started_again,
+    check_killed_in_the_middle,
+    holds_nothing,
+    moved,
+    new_room,
+)
 from tests.helpers import ROOT
 
 TCP = {"UCX_TLS": "tcp"}
-BIG = PoolSpec(pages=24, page_bytes=1 << 20, layers=2)
-"""More than what the sockets between two processes take up, so that a transfer to a stopped process stays in flight."""
-BRIEF = {"liveness_s": 1.5, "ticket_s": 2.5, "quarantine_s": 4.5}
 SEEN_S = 2.0
-_rooms = itertools.count(1)
 
 
 @pytest.fixture(scope="module")
@@ -41,24 +44,6 @@ def crew(request: pytest.FixtureRequest, crews: dict[str, Crew]) -> Crew:
     return crews[request.param]
 
 
-def moved(prefill: Child, decode: Child) -> None:
-    """A room works, and is cleared."""
-    room = next(_rooms)
-    sender, receiver = prefill.sender(room), decode.receiver(room, prefill)
-    receiver.receive([5, 1, 7])
-    sender.send([2, 9, 3], last=True)
-    assert (receiver.wait(), sender.wait()) == ("SUCCESS", "SUCCESS"), decode.call(receiver.name, "failure")
-    assert decode.digest([5, 1, 7]) == prefill.digest([2, 9, 3])
-    sender.clear()
-    receiver.clear()
-
-
-def holds_nothing(child: Child, peers: int) -> None:
-    """Every store of rooms is empty, and of peers only those that live are known."""
-    until(lambda: child.work("held") == {}, f"no room is held: {child.work('held')}")
-    until(lambda: child.work("stats")["peers"] == peers, f"{peers} peers live")
-
-
 def test_r3_nothing_comes_late_from_or_to_a_process_that_stood_still() -> None:
     check_nothing_late(Subject("nixl", env=TCP))
 
@@ -72,52 +57,13 @@ def test_r4_a_write_to_a_killed_process_is_proved_to_be_over_unless_this_side_is
     crews: dict[str, Crew], role: str
 ) -> None:
     with crews["tcp"].lend(2) as (prefill, doomed):
-        prefill.start(role, [BIG], limits=BRIEF)
-        doomed.start("decode", [BIG], limits=BRIEF)
-        moved(prefill, doomed)
-        sender = prefill.sender(next(_rooms))
-        doomed.receiver(sender.room, prefill).receive(range(24))
-        assert sender.until("WAITING_FOR_INPUT") == "WAITING_FOR_INPUT"
-        doomed.freeze()
-        sender.send(range(24), last=True)
-        until(lambda: prefill.work("held").get("ledger_tickets") == 1, "a ticket is in flight")
-        assert not sender.safe(0.2)
-        doomed.kill()
-        assert sender.wait(BRIEF["liveness_s"] + SOON_S) == "FAILED"
-        assert sender.failure.code == "peer_lost"
-        assert sender.safe(BRIEF["quarantine_s"] + SOON_S)
-        assert sender.unproven == (role == "both")
-        sender.clear()
-        holds_nothing(prefill, peers=0)
+        check_killed_in_the_middle(prefill, doomed, role)
 
 
-def test_p2_killed_frozen_and_started_again(crews: dict[str, Crew]) -> None:
-    ports = {"bootstrap_port": free_port()}
+def test_p2_p3_killed_frozen_and_started_again(crews: dict[str, Crew]) -> None:
+    """Over TCP bytes of the dead may still wait in a socket, and NIXL does not say when they are in."""
     with crews["shm"].lend(3) as (prefill, decode, successor):
-        prefill.start("prefill", limits=BRIEF, **ports)
-        decode.start("decode", limits=BRIEF)
-        moved(prefill, decode)
-        for side in (prefill, decode):
-            side.freeze()
-            other = decode if side is prefill else prefill
-            until(lambda other=other: other.work("stats")["peers"] == 0, "it is lost", BRIEF["liveness_s"] + SOON_S)  # type: ignore[misc]
-            side.thaw()
-            moved(prefill, decode)
-        prefill.kill()
-        until(lambda: decode.work("stats")["peers"] == 0, "it is lost: until then a new room may still ask for the dead")
-        successor.start("prefill", limits=BRIEF, **ports)
-        moved(successor, decode)
-        room = next(_rooms)
-        sender, waiting = successor.sender(room), decode.receiver(room, successor)
-        waiting.receive([1])
-        assert sender.until("WAITING_FOR_INPUT") == "WAITING_FOR_INPUT"
-        successor.kill()
-        assert waiting.wait(BRIEF["liveness_s"] + SOON_S) == "FAILED"
-        assert waiting.failure.code == "peer_lost"
-        assert waiting.safe(BRIEF["quarantine_s"] + SOON_S)
-        assert waiting.unproven  # over TCP bytes of the dead may still wait in a socket, and NIXL does not say when they are in
-        waiting.clear()
-        holds_nothing(decode, peers=0)
+        check_frozen_killed_and_started_again(prefill, decode, successor, unproven=True)
 
 
 def costs(child: Child) -> int:
@@ -150,7 +96,7 @@ def test_idle_costs_next_to_nothing_also_while_rooms_wait(crew: Crew) -> None:
         moved(prefill, decode)
         for waits in (False, True):
             if waits:
-                room = next(_rooms)
+                room = new_room()
                 prefill.sender(room)
                 decode.receiver(room, prefill).receive([1])
             used = idle_s(prefill, decode, seconds=SEEN_S)
