@@ -1,7 +1,7 @@
 """The mutation run: each of the core's known faults is put into a copy of the tree, and the quick kit must fail over it; where it does
 not, the core's other tests must. ``make mutation`` prints one line a fault, and what it came to.
 
-The faults are those of ``tests/model/mutants.py`` and ``tests/protocol/mutants.py``, forty-two spread over both; the tests that were written for them
+The faults are some of ``tests/model/mutants.py`` and ``tests/protocol/mutants.py``, spread over both; the tests that were written for them
 are left out.
 """
 
