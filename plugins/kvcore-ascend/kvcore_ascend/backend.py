@@ -28,6 +28,9 @@ ABLE = Capabilities(
 REACH_S, JOIN_S = 2.0, 3.0  # for a peer's port to answer, and then its engine
 LEAVE_S, CLOSE_S = 1.0, 15.0  # for calls towards a peer that is forgotten; for all that ends with the engine, which takes up to 14 s
 NOWHERE = 0  # an address that no engine has registered
+TRIES, AGAIN_S = 5, 0.02  # of a write when the engine has lost sight of an address for a moment, as it may while another peer leaves
+
+_never = threading.Event()
 
 
 class Reach(msgspec.Struct, frozen=True):
@@ -136,7 +139,10 @@ class AscendBackend:
         code = -1
         try:
             lists = transfer.local_address.tolist(), transfer.remote_address.tolist(), transfer.length.tolist()
-            code = engine.batch_transfer_sync_write(remote.name, *lists)
+            for again in range(TRIES):  # of one thread, whose writes go in order: with the last also what an earlier one began has ended
+                _never.wait(again * AGAIN_S)
+                if (code := engine.batch_transfer_sync_write(remote.name, *lists)) != native.LOST_SIGHT:
+                    break
         finally:
             with self._lock:
                 remote.calls -= 1

@@ -28,8 +28,13 @@ CALLS = ("initialize", "unInitialize", "get_rpc_port", "batch_register_memory", 
 MEMORY = {"sdma": "npu", "host_rdma": "cpu", "device_rdma": "npu", "device_urma": "npu", "device_uboe": "npu"}
 ROLES = {"prefill": ("Prefill",), "decode": ("Decode",), "both": ("Prefill", "Decode")}
 """The engines of a side. One writes to engines of the other role, and only a "Decode" serves the store that others find it by."""
-DONE, REFUSED = 0, -2000
-CODES = {-1: "failed", -2: "an address was not understood", -6: "a library is missing", REFUSED: "invalid argument, nothing was begun"}
+DONE, LOST_SIGHT, REFUSED = 0, -2, -2000
+CODES = {
+    -1: "failed",
+    LOST_SIGHT: "an address was not understood",
+    -6: "a library is missing",
+    REFUSED: "invalid argument, nothing was begun",
+}
 BLOCK = 2 << 20
 """What memfabric rounds registered memory to."""
 DRIVER = ("/usr/local/Ascend/driver/version.info", "/etc/ascend_install.info")

@@ -121,6 +121,22 @@ def test_r3_what_fails_otherwise_is_never_quiescent_nor_is_its_peer_fenced(
         remote.doubtful = False  # it was not the engine that failed
 
 
+def test_a_write_is_made_again_when_the_engine_loses_sight_of_an_address(pair: tuple[Node, Guest], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = pair
+    one.backend.kvcore_connect(two.peer)
+    with monkeypatch.context() as patch:
+        answers = iter([-2, -2, 0])
+        writes = Writes(patch, lambda: next(answers))
+        assert one.move([3], [5], two.peer) == DONE
+        assert len(writes.made) == 3 and writes.made[0] == writes.made[2]
+    with monkeypatch.context() as patch:
+        writes = Writes(patch, lambda: -2)
+        assert failed(one.move([3], [5], two.peer)) == (False, True)
+        assert len(writes.made) == backend.TRIES
+    for remote in one.backend._met.values():
+        remote.doubtful = False  # it was not the engine that failed
+
+
 def test_t7_what_the_engine_throws_costs_only_its_ticket(pair: tuple[Node, Guest], monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = pair
     with monkeypatch.context() as patch:
