@@ -8,6 +8,7 @@ are left out.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -114,7 +115,7 @@ def _first_failure(tree: Path, command: Sequence[str]) -> str:
         return f"no end within {LIMIT_S:g} s"
     if done.returncode == 0:
         return ""
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    failed = re.findall(r"^(?:FAILED|ERROR) \S+::.*", done.stdout, re.MULTILINE)
     return failed[0].split(" - ")[0] if failed else (done.stdout + done.stderr)[-300:]
 
 
