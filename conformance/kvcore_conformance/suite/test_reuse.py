@@ -167,7 +167,7 @@ def test_c4_a_late_completion_touches_no_newer_use(pair: Pair, attempt: int, hoo
 
 
 @rule("C4")
-@pytest.mark.parametrize("late", [pytest.param(False, id="cancelled"), pytest.param(True, id="late", marks=full)])
+@pytest.mark.parametrize("late", [pytest.param(False, id="cancelled", marks=full), pytest.param(True, id="late")])
 def test_c4_the_end_of_a_large_write_touches_no_newer_use(crew: Crew, late: bool) -> None:
     """The engine itself is at work: on the old use when that is aborted; or on the new one when the news of the old one's end comes."""
     with paired(crew, LARGE, meet=False) as pair:
