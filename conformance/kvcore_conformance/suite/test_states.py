@@ -16,7 +16,7 @@ ORDER = ("BOOTSTRAPPING", "WAITING_FOR_INPUT", "TRANSFERRING", "SUCCESS", "FAILE
 ENDS = ORDER[3:]
 LIMIT_OF = dict(zip(ORDER, ("bootstrap_s", "input_s", "transfer_s"), strict=False))
 SHORT_S, LONGER_S = 0.25, 0.6
-CLOCK_S = 0.002
+CLOCK_S = 0.02
 """An event is told a little after it has happened."""
 
 
