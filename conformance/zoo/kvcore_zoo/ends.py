@@ -81,14 +81,23 @@ class Unposted(Animal):
 
 
 class Shuffled(Animal):
-    """States of several tickets that go well come in the wrong order."""
+    """States of several tickets come in the wrong order, as long as none of them was aborted."""
 
     name = "zoo-shuffled"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._aborted = set[int]()
+
+    @hookimpl
+    def kvcore_abort(self, room: RoomKey, tickets: Sequence[Job]) -> None:
+        self._aborted.update(map(id, tickets))
+        super().kvcore_abort(room, tickets)
 
     @hookimpl
     def kvcore_poll(self, tickets: Sequence[Job]) -> list[TicketState]:
         states = super().kvcore_poll(tickets)
-        return states if any(state.kind is TicketKind.FAILED for state in states) else states[::-1]
+        return states if self._aborted.intersection(map(id, tickets)) else states[::-1]
 
 
 class Forgetful(Animal):
