@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from aiohttp import web
+from kvcore_conformance.stage.driver import free_port
 
 from kvcore.addresses import Address
 from kvcore.bootstrap import MAX_BODY_BYTES, Group, LookupFailure, RankInfo
@@ -61,12 +62,6 @@ def ask(
 def register(address: Address, info: RankInfo) -> int:
     body = json.dumps({name: getattr(info, name) for name in info.__struct_fields__}).encode()
     return ask(address, "POST", "/v1/ranks", body)[0]
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 class Results:
