@@ -25,7 +25,7 @@ from kvcore_ascend.options import AscendOptions
 ABLE = Capabilities(
     memory=frozenset({"cpu", "npu"}), blocking=True, parallel=8, needs_process_to_write=False, max_descriptors=4096, max_bytes=64 << 20
 )
-REACH_S, JOIN_S = 2.0, 3.0  # for a peer's port to answer, and then its engine
+REACH_S, JOIN_S = 2.0, 5.0  # for a peer's port to answer, and then its engine, which now and then takes two seconds
 LEAVE_S, CLOSE_S = 1.0, 15.0  # for calls towards a peer that is forgotten; for all that ends with the engine, which takes up to 14 s
 NOWHERE = 0  # an address that no engine has registered
 TRIES, AGAIN_S = 5, 0.02  # of a write when the engine has lost sight of an address for a moment, as it may while another peer leaves

@@ -255,9 +255,9 @@ def test_the_shared_engine_ends(lasting: tuple[Node, Guest]) -> None:
 
 
 def test_b5_a_peer_that_is_gone_or_stands_still_is_not_connected_and_costs_no_other(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "JOIN_S", 0.5)
     one = scene.node()
     two = scene.joined(one, scene.guest())
+    monkeypatch.setattr(backend, "JOIN_S", 0.5)  # to join takes 20 ms, and two seconds now and then
     gone, frozen = scene.guest(), scene.guest()
     gone.kill()
     frozen.freeze()
