@@ -40,7 +40,7 @@ class Backend:
         host = addresses.parse_host(config.host, "host")
         bind = addresses.parse_host(config.bind or config.host, "bind")
         logger = logging.getLogger(f"kvcore.backends.{self.info.name}")
-        context = OpenContext(instance, config.role, config.topology.rank, host, bind, logger, pools)
+        context = OpenContext(instance, config.role, config.topology.place.number, host, bind, logger, pools)
         try:
             self._start(context)
             self._register(regions)

@@ -10,8 +10,8 @@ from msgspec import Meta
 
 from kvcore.addresses import Address, parse
 from kvcore.errors import ConfigError, shown
+from kvcore.layouts import MAX_RANKS, Place
 
-MAX_RANKS = 1024
 MAX_BODY_BYTES = 64 * 1024
 REFRESH_S = 3.0
 """Seconds between two registrations of a living rank, so that a service that restarts empty is soon complete again."""
@@ -40,10 +40,14 @@ class RankInfo(msgspec.Struct, frozen=True):
     order: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     """The instance's start order: nanoseconds; of two instances with one rank the later one holds it."""
     backend: Word
+    place: Place = Place()
+    """Where it stands; rank and size follow from it."""
 
     def __post_init__(self) -> None:
         if self.rank >= self.size:
             raise ConfigError(f"rank {self.rank} is not in 0 .. {self.size - 1}, the ranks of a group of {self.size}; correct rank or size")
+        if (self.rank, self.size) != (self.place.number, self.place.total):
+            raise ConfigError(f"rank {self.rank} of {self.size} stands at {self.place.number} of {self.place.total}; correct its topology")
         if self.address.wildcard:
             raise ConfigError(
                 f"control {shown(self.control)} of rank {self.rank} is a wildcard that peers cannot reach; publish an address"
@@ -57,7 +61,7 @@ class RankInfo(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A complete prefill group: ``ranks[i]`` is rank i of ``size``."""
+    """A complete prefill group: ``ranks[i]`` is rank i of ``size``, which is all data-parallel ranks, one after the other."""
 
     size: int
     ranks: tuple[RankInfo, ...]
@@ -66,6 +70,13 @@ class Group:
         listed = [info.rank for info in self.ranks]
         if listed != list(range(self.size)) or any(info.size != self.size for info in self.ranks):
             raise ValueError(f"group of {self.size} lists ranks {listed[:16]}; expected each rank once, in order")
+        if len({info.place.sizes for info in self.ranks}) > 1:
+            raise ValueError(f"group of {self.size} lists ranks of several topologies; expected one")
+
+    def of(self, dp_rank: int) -> tuple[RankInfo, ...]:
+        """The ranks of one data-parallel rank, in order."""
+        size = self.ranks[0].place.size
+        return self.ranks[dp_rank * size : (dp_rank + 1) * size]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvcore.bootstrap import EXPIRY_S, GROUP_PATH, MAX_BODY_BYTES, MAX_RANKS, RANKS_PATH, Group, RankInfo, read
+from kvcore.bootstrap import EXPIRY_S, GROUP_PATH, MAX_BODY_BYTES, RANKS_PATH, Group, RankInfo, read
 from kvcore.errors import ConfigError
 from kvcore.http import Refusal
+from kvcore.layouts import MAX_RANKS
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -48,6 +49,13 @@ class RankTable:
         """File a rank; doing it again is how an instance keeps it. Raises ``Refusal`` 400 or 409 and changes nothing if it may not."""
         if info.size != self.size:
             raise Refusal(400, f"rank {info.rank} says its group has {info.size} ranks, not {self.size}; start all with one topology")
+        unlike = next((held for held in self.registered() if held.rank != info.rank and held.place.sizes != info.place.sizes), None)
+        if unlike is not None:
+            raise Refusal(
+                400,
+                f"rank {info.rank} says its group has tp, pp, dp {info.place.sizes}, and rank {unlike.rank} {unlike.place.sizes}; "
+                "start all with one topology",
+            )
         held = self.get(info.rank)
         if held is not None and held != info:
             self._check_successor(held, info)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcore.errors import shown
+from kvcore.mapping import why_not
 from kvcore.wire import Introduction
 
 
@@ -36,15 +36,8 @@ def _roles(mine: Introduction, theirs: Introduction) -> str | None:
 
 
 def _pools(mine: Introduction, theirs: Introduction) -> str | None:
-    here = {pool.name: pool for pool in mine.pools}
-    there = {pool.name: pool for pool in theirs.pools}
-    if here.keys() != there.keys():
-        return f"pools {shown(sorted(here))} here and {shown(sorted(there))} there; give both sides the same pools"
-    for name, pool in here.items():
-        text = pool.mismatch(there[name])
-        if text is not None:
-            return f"{text}; both sides must be set up for one model and one page size"
-    return None
+    text = why_not(mine.pools, theirs.pools, mine.place, theirs.place)
+    return f"{text}; both sides must be set up for one model and one page size" if text is not None else None
 
 
 def _limits(mine: Introduction, theirs: Introduction) -> str | None:

@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from kvcore import addresses
 from kvcore.errors import MOST_CAUSE, MOST_SHOWN, ConfigError, cause, one_line, shown
+from kvcore.layouts import MAX_RANKS, Place
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -130,22 +131,30 @@ class Limits(_Model):
         return self
 
 
+Count = Annotated[int, Field(ge=1, le=1024, strict=True)]
+Index = Annotated[int, Field(ge=0, lt=1024, strict=True)]
+
+
 class Topology(_Model):
-    """Sizes of an instance's parallel groups and this rank's place in them. This version moves one rank a side."""
+    """Sizes of an instance's tensor, pipeline and data-parallel groups, and this rank's place in them. One manager is one rank."""
 
-    tp_size: Literal[1] = 1
-    pp_size: Literal[1] = 1
-    dp_size: Literal[1] = 1
+    tp_size: Count = 1
+    tp_rank: Index = 0
+    pp_size: Count = 1
+    pp_rank: Index = 0
+    dp_size: Count = 1
+    dp_rank: Index = 0
+
+    @model_validator(mode="after")
+    def _is_a_place(self) -> Topology:
+        if self.place.total > MAX_RANKS:
+            raise ValueError(f"{self.place.total} ranks are more than {MAX_RANKS}")
+        return self
 
     @property
-    def rank(self) -> int:
-        """This rank's index within its group."""
-        return 0
-
-    @property
-    def size(self) -> int:
-        """Number of ranks that take part in one room."""
-        return self.tp_size * self.pp_size
+    def place(self) -> Place:
+        """The same as it travels."""
+        return Place(self.tp_size, self.tp_rank, self.pp_size, self.pp_rank, self.dp_size, self.dp_rank)
 
 
 class Security(_Model):
@@ -167,7 +176,7 @@ class Config(_Model):
     bind: str = ""
     port: Port = 0
     bootstrap_port: Port = 0
-    bootstrap: None = None
+    bootstrap: str | None = None
     admin: str | None = None
     topology: Topology = Topology()
     limits: Limits = Limits()
@@ -181,6 +190,13 @@ class Config(_Model):
             )
         if self.admin is not None:
             addresses.parse(self.admin, "admin", any_port=True)
+        if self.bootstrap is not None:
+            addresses.parse(self.bootstrap, "bootstrap")
+        if self.bootstrap is None and self.role != "decode" and self.topology.place.number:
+            raise ValueError(
+                f"rank {self.topology.place.number} of {self.topology.place.total} has no bootstrap; "
+                "give it the address of its group's rank 0, which serves it"
+            )
         allowed = self.security.backends
         if allowed is not None and self.backend.partition("@")[0] not in allowed:
             raise ValueError(

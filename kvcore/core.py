@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from kvcore import addresses
+from kvcore import addresses, mapping
 from kvcore.admin import admin_app
 from kvcore.backend import Backend
-from kvcore.bootstrap import RankInfo
+from kvcore.bootstrap import Group, RankInfo
 from kvcore.bootstrap_client import Directory, Registrar
 from kvcore.bootstrap_service import BootstrapService
 from kvcore.channel import Channel
@@ -27,6 +27,7 @@ from kvcore.logs import LimitsLog
 from kvcore.memory import Pool, Region, by_name
 from kvcore.metrics import Metrics
 from kvcore.observers import Observers
+from kvcore.pairing import Peer
 from kvcore.peers import Peers
 from kvcore.planner import Layout
 from kvcore.process import instance_id, this_process
@@ -60,7 +61,7 @@ class Core:
     def __init__(self, config: Config, pools: Sequence[Pool]) -> None:
         self.config = config = config if config.host else config.model_copy(update={"host": addresses.own_host()})
         self.pools: Mapping[str, Pool] = by_name(pools)
-        self.rank = config.topology.rank
+        self.rank = config.topology.place.number
         self.instance = instance_id(config.role)
         self.closing = self._closed = False
         self._close_lock = threading.Lock()
@@ -85,8 +86,13 @@ class Core:
         regions = [region for pool in self.pools.values() for region in pool.regions]
         geometries = tuple(pool.geometry for pool in self.pools.values())
         layout = Layout.of(geometries, regions)
+        for geometry in geometries:
+            try:
+                mapping.check_rank(geometry, config.topology.place)
+            except ValueError as error:
+                raise ConfigError(f"pool {geometry.name!r}: {error}; correct topology, layout or the tensors") from error
         me = Introduction(
-            VERSION, self.instance, time.time_ns(), config.role, self.rank, config.topology.size, backend.info.name,
+            VERSION, self.instance, time.time_ns(), config.role, config.topology.place, backend.info.name,
             backend.info.wire_version, geometries, tuple(RegionInfo.of(region) for region in regions), limits.liveness_s,
             limits.ticket_s, limits.quarantine_s, limits.orphan_s, this_process(),
         )  # fmt: skip
@@ -132,10 +138,13 @@ class Core:
         self.address = str(addresses.Address(published, self.channel.port))
         if config.role == "decode":
             return
-        info = RankInfo(self.rank, me.size, self.address, self.instance, me.order, me.backend)
-        self._service = BootstrapService(me.size)
-        port = self._http.serve(self._service.app(), host, config.bootstrap_port, "bootstrap_port")
-        self.address = str(addresses.Address(published, port))
+        info = RankInfo(self.rank, me.place.total, self.address, self.instance, me.order, me.backend, me.place)
+        if config.bootstrap is None:
+            self._service = BootstrapService(me.place.total)
+            port = self._http.serve(self._service.app(), host, config.bootstrap_port, "bootstrap_port")
+            self.address = str(addresses.Address(published, port))
+        else:
+            self.address = str(addresses.parse(config.bootstrap, "bootstrap"))
         registrar = Registrar(self._http, addresses.parse(self.address, "bootstrap"), info)
         self._undo.append(registrar.stop)
         registrar.start()
@@ -207,18 +216,38 @@ class Core:
 
     def seek(self, room: Room) -> None:
         """Find a receiver's sender ranks."""
-        generation, size = room.key.generation, self.config.topology.size
         search = Search(
-            room.prefill,
+            room.group.address,
+            lambda group: self._expected(room, group),
             lambda: self.table.seeks_route(room),
-            lambda parties: self.table.apply("decode", room.id, ev.Route(generation, parties, size)),
-            lambda code, text: self.table.apply("decode", room.id, ev.Fail(generation, Reason.of(code, text, "decode", self.rank))),
+            lambda peers: self._found(room, peers),
+            lambda code, text: self._fail(room, code, text),
         )
         self.channel.call(lambda: self.routes.find(search))
 
+    def _expected(self, room: Room, group: Group) -> tuple[RankInfo, ...]:
+        """The ranks of a prefill group that have to do with this one in that room."""
+        sizes = group.ranks[0].place
+        dp_rank = 0 if sizes.dp_size == 1 and room.group.dp_rank is None else room.group.dp_rank
+        if dp_rank is None or dp_rank >= sizes.dp_size:
+            raise ValueError(f"dp_rank is {dp_rank} and it has {sizes.dp_size} data-parallel ranks; name the one that serves the room")
+        ranks = group.of(dp_rank)
+        pools = tuple((pool.name, pool.layout) for pool in self.pools.values())
+        return tuple(ranks[rank] for rank in mapping.sources(pools, sizes, self.config.topology.place, room.id.number))
+
+    def _found(self, room: Room, peers: list[Peer]) -> None:
+        """A receiver's sender ranks are known and paired."""
+        missing = mapping.uncovered([pool.geometry for pool in self.pools.values()], [peer.intro.pools for peer in peers])
+        self.table.apply("decode", room.id, ev.Route(room.key.generation, tuple(peer.party(room.id.number) for peer in peers)))
+        if missing is not None:
+            self._fail(room, FailureCode.INCOMPATIBLE, f"{missing}; give the prefill stages all layers")
+
+    def _fail(self, room: Room, code: FailureCode, text: str) -> None:
+        self.table.apply(room.key.side, room.id, ev.Fail(room.key.generation, Reason.of(code, text, room.key.side, self.rank)))
+
     def why_not_reached(self, room: Room) -> str:
         """What a time-out's reason should add: why the other side was not reached."""
-        return self.routes.why(room.prefill) if room.prefill else ""
+        return self.routes.why(room.group.address) if room.group.address else ""
 
     def cancel(self, key: RoomKey) -> None:
         """Cancel a lifetime's tickets."""

@@ -31,6 +31,8 @@ SPIN_S = 0.0002
 SHORTEST_WAIT_S = 0.00005
 LONGEST_WAIT_S = 0.02
 LAST_RETRY_S = 0.1
+LANE_PARTS = 2
+"""Parts of a ticket that a lane has at once, so that it never waits for the next."""
 
 
 class Ledger:
@@ -195,20 +197,33 @@ class Ledger:
 
     def _post(self, entry: Entry, now: float) -> bool:
         """Hand the engine what may be read now; True if something was."""
-        if entry.planned and not entry.waiting:
+        if entry.coming is None and not entry.waiting:
             return False
         posted = False
-        while self._may_start(entry, now) and (part := self._next_part(entry, now)) is not None:
+        while self._has_room(entry) and self._may_start(entry, now) and (part := self._next_part(entry, now)) is not None:
             self._submit(entry, part)
             posted = True
         return posted
 
+    def _has_room(self, entry: Entry) -> bool:
+        """Whether another part may be made: in a lane one waits while one runs."""
+        return not self._capabilities.blocking or len(entry.running) < LANE_PARTS
+
     def _next_part(self, entry: Entry, now: float) -> Part | None:
         if not entry.planned and not self._plan(entry):
             return None
-        if not entry.waiting or entry.waiting[0].not_before > now:
+        if entry.waiting:
+            return entry.waiting.popleft() if entry.waiting[0].not_before <= now else None
+        try:
+            transfer = next(entry.coming, None) if entry.coming is not None else None
+        except BaseException as error:
+            self._cannot_plan(entry, error)
             return None
-        return entry.waiting.popleft()
+        if transfer is None:
+            entry.coming = None
+            self._settle(entry)
+            return None
+        return Part(transfer)
 
     def _may_start(self, entry: Entry, now: float) -> bool:
         """A5, also when the order to cancel has not been taken yet, and R7. From any thread."""
@@ -225,17 +240,19 @@ class Ledger:
         try:
             if entry.chunk.ready is not None and not entry.chunk.ready.query():
                 return False
-            planned = list(transfers(entry, self._local, peer.layout, self._capabilities))
+            entry.coming = transfers(entry, self._local, peer, self._capabilities)
         except KVCoreError as error:
             self._fail(entry, FailureCode.BAD_PAGES, str(error))
             return False
         except BaseException as error:
-            log.exception("room %s: chunk %d cannot be planned", entry.room.id, entry.number)
-            self._fail(entry, FailureCode.INTERNAL, f"chunk {entry.number}: {cause(error)}")
+            self._cannot_plan(entry, error)
             return False
         entry.planned = True
-        entry.waiting.extend(Part(transfer) for transfer in planned)
         return True
+
+    def _cannot_plan(self, entry: Entry, error: BaseException) -> None:
+        log.error("room %s: chunk %d cannot be planned", entry.room.id, entry.number, exc_info=error)
+        self._fail(entry, FailureCode.INTERNAL, f"chunk {entry.number}: {cause(error)}")
 
     def _submit(self, entry: Entry, part: Part) -> None:
         entry.running.append(part)
@@ -319,7 +336,7 @@ class Ledger:
 
     def _settle(self, entry: Entry) -> None:
         """Book the end of a ticket of which nothing runs or waits any more."""
-        if entry.running or entry.waiting or entry.unproven:
+        if entry.running or entry.waiting or entry.coming is not None or entry.unproven:
             return
         if self._entries.pop((entry.pair, entry.room.key, entry.number), None) is None:
             return
@@ -344,6 +361,7 @@ class Ledger:
     def _withdraw(self, entry: Entry) -> None:
         """Post no more of a ticket: what waits, in a lane too, is taken out."""
         entry.waiting.clear()
+        entry.coming = None
         entry.running = [part for part in entry.running if part.job is None or not self._workers.take_out(part.job)]
 
     def _limit(self, entry: Entry, now: float) -> None:

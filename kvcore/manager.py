@@ -11,9 +11,10 @@ from kvcore.config import Config
 from kvcore.core import Core
 from kvcore.errors import ConfigError, RoomError, shown
 from kvcore.handles import Handle, Receiver, Sender
+from kvcore.layouts import MAX_RANKS
 from kvcore.memory import Pool
 from kvcore.protocol import events as ev
-from kvcore.room import Room, room_id
+from kvcore.room import NOWHERE, PrefillGroup, Room, room_id
 from kvcore.states import FailureCode, KVPoll, Reason, RoomId, Side
 from kvcore.stats import ManagerStats
 
@@ -56,9 +57,8 @@ class KVManager:
     def receiver(self, room: int, prefill: str, dp_rank: int | None = None, attempt: int = 0) -> Receiver:
         """Open a room on the decode side; ``prefill`` is the prefill manager's ``address``.
 
+        ``dp_rank``: which of prefill's data-parallel ranks has the room; None: whichever opens it.
         Raises ``RoomError`` for a bad number, or one that is live here (C6), and ``ConfigError`` for what is no address.
-
-        ``dp_rank``: None, or 0, the only data-parallel rank of this version.
         """
         return Receiver(self._core, self._open_receiver(room_id(room, attempt), prefill, dp_rank))
 
@@ -72,10 +72,10 @@ class KVManager:
         self._core.table.apply("decode", record.id, ev.Fail(record.key.generation, why))
         self._core.table.clear(record)
 
-    def _open(self, side: Side, room: RoomId, prefill: str = "") -> Room:
+    def _open(self, side: Side, room: RoomId, group: PrefillGroup = NOWHERE) -> Room:
         if self.config.role not in (side, "both"):
             raise RoomError(f"room {room}: this manager's role is {self.config.role!r}; open its {side} side on a manager of that role")
-        record = None if self._core.closing else self._core.table.open(side, room, prefill)
+        record = None if self._core.closing else self._core.table.open(side, room, group)
         if self._core.closing:  # looked at again: nobody would end a room opened behind the back of ``close``
             if record is not None:
                 self._core.table.clear(record)
@@ -85,9 +85,9 @@ class KVManager:
         return record
 
     def _open_receiver(self, room: RoomId, prefill: str, dp_rank: int | None) -> Room:
-        if dp_rank is not None and (isinstance(dp_rank, bool) or not isinstance(dp_rank, int) or dp_rank):
-            raise RoomError(f"room {room}: dp_rank is {shown(dp_rank)}; this version has one data-parallel rank, pass None or 0")
-        return self._open("decode", room, str(addresses.parse(prefill, "prefill")))
+        if dp_rank is not None and (isinstance(dp_rank, bool) or not isinstance(dp_rank, int) or not 0 <= dp_rank < MAX_RANKS):
+            raise RoomError(f"room {room}: dp_rank is {shown(dp_rank)}; pass the number of prefill's data-parallel rank, or None")
+        return self._open("decode", room, PrefillGroup(str(addresses.parse(prefill, "prefill")), dp_rank))
 
     def status(self, room: int, attempt: int = 0, side: Side | None = None) -> KVPoll | None:
         """The state of a stored room; None if there is none. ``side`` is needed only with role "both"."""

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import MOST_CAUSE, MOST_SHOWN, ConfigError, PageError, one_line, shown
+from kvcore.layouts import OPAQUE, Heads, Latent, Opaque, PageLayout, Record
 
 T = TypeVar("T")
 Indices = npt.NDArray[np.int64]
@@ -30,7 +31,7 @@ class Region:
 
 
 class PoolGeometry(msgspec.Struct, frozen=True):
-    """What two pools must agree on to be paired, ``num_pages`` apart (T3). ``page_bytes`` has one entry per region."""
+    """What a pool is, as a peer is told. ``page_bytes``, ``layers`` and ``parts`` have one entry per region."""
 
     name: str
     num_pages: int
@@ -39,26 +40,13 @@ class PoolGeometry(msgspec.Struct, frozen=True):
     page_bytes: tuple[int, ...]
     layers: tuple[int, ...]
     parts: tuple[str, ...]
-
-    def mismatch(self, other: PoolGeometry) -> str | None:
-        """The first difference that forbids moving pages between the two, naming both values; None if they fit."""
-        for what in ("page_size", "dtype", "layers", "parts", "page_bytes"):
-            mine, theirs = getattr(self, what), getattr(other, what)
-            if mine != theirs:
-                return f"pool {shown(self.name)}: {what} is {_short(mine)} here and {_short(theirs)} there"
-        return None
-
-
-def _short(value: object) -> str:
-    if isinstance(value, tuple) and len(value) > 4:
-        return f"{len(value)} entries starting {shown(value[:2])}"
-    return shown(value)
+    layout: PageLayout = OPAQUE
 
 
 class Pool:
     """A set of equally long regions addressed by one page index; one page is one slice of each region.
 
-    ``page_size`` is the number of tokens in a page and only compared with the peer's. ``dtype`` likewise ("" = not stated).
+    ``page_size`` is the number of tokens in a page, ``layout`` what it holds. ``dtype`` is only compared with the peer's ("" = not stated).
     Raises ``ConfigError`` if a region does not divide into ``num_pages`` equal pages.
     """
 
@@ -70,6 +58,7 @@ class Pool:
         num_pages: int,
         page_size: int,
         dtype: str = "",
+        layout: PageLayout = OPAQUE,
         owners: Sequence[object] = (),
     ) -> None:
         _positive(name, "num_pages", num_pages)
@@ -79,6 +68,8 @@ class Pool:
         if not isinstance(name, str) or not isinstance(dtype, str):
             raise ConfigError(f"pool {shown(name)}: name and dtype {shown(dtype)} must be text")
         regions = [_plain(name, number, region) for number, region in enumerate(_listed(name, "regions", regions))]
+        if not isinstance(layout, Heads | Latent | Record | Opaque):
+            raise ConfigError(f"pool {shown(name)}: layout is {shown(layout)}; pass kvcore.Heads, Latent, Record or Opaque")
         if not name or not regions:
             raise ConfigError(f"pool {shown(name)}: it has {len(regions)} regions; give it a name and at least one region")
         for number, region in enumerate(regions):
@@ -97,6 +88,7 @@ class Pool:
         self.num_pages = int(num_pages)
         self.page_size = int(page_size)
         self.dtype = str(dtype)
+        self.layout = layout
         self._owners = tuple(owners)  # keeps the memory alive as long as the pool
 
     @classmethod
@@ -108,8 +100,10 @@ class Pool:
         page_size: int,
         rows: Literal["page", "token"] = "page",
         part: str = "",
+        layers: Sequence[int] | None = None,
+        layout: PageLayout = OPAQUE,
     ) -> Pool:
-        """A pool over torch tensors or numpy arrays of shape ``[num_pages, ...]``, one region each, in layer order.
+        """A pool over torch tensors or numpy arrays of shape ``[num_pages, ...]``, one region each, of the ``layers`` named or of 0, 1, ….
 
         With ``rows="token"`` the first axis counts tokens and a page is ``page_size`` rows.
         Raises ``ConfigError`` for tensors that are not contiguous, or differ in length or dtype.
@@ -118,9 +112,12 @@ class Pool:
         if not tensors:
             raise ConfigError(f"pool {shown(name)}: no tensors given; pass one per layer and part")
         length, dtype = _length(name, 0, tensors[0]), str(tensors[0].dtype).removeprefix("torch.")
+        layers = list(range(len(tensors))) if layers is None else _listed(name, "layers", layers)
+        if len(layers) != len(tensors):
+            raise ConfigError(f"pool {shown(name)}: {len(layers)} layers are named for {len(tensors)} tensors; name one for each")
         regions = []
         for number, tensor in enumerate(tensors):
-            region, rows_here, dtype_here = _region(name, number, tensor, part)
+            region, rows_here, dtype_here = _region(name, number, tensor, layers[number], part)
             if rows_here != length:
                 raise ConfigError(
                     f"pool {shown(name)}: tensor {number} has {rows_here} rows and tensor 0 has {length}; "
@@ -136,7 +133,7 @@ class Pool:
         num_pages, rest = (length, 0) if rows == "page" else divmod(length, _positive(name, "page_size", page_size))
         if rest or num_pages < 1:
             raise ConfigError(f"pool {shown(name)}: {length} token rows are not whole pages of {page_size}; allocate a multiple")
-        return cls(name, regions, num_pages=num_pages, page_size=page_size, dtype=dtype, owners=tensors)
+        return cls(name, regions, num_pages=num_pages, page_size=page_size, dtype=dtype, layout=layout, owners=tensors)
 
     @property
     def geometry(self) -> PoolGeometry:
@@ -149,6 +146,7 @@ class Pool:
             tuple(region.nbytes // self.num_pages for region in self.regions),
             tuple(region.layer for region in self.regions),
             tuple(region.part for region in self.regions),
+            self.layout,
         )
 
     @property
@@ -258,7 +256,7 @@ def _length(name: str, number: int, tensor: Any) -> int:
     return int(tensor.shape[0])
 
 
-def _region(name: str, number: int, tensor: Any, part: str) -> tuple[Region, int, str]:
+def _region(name: str, number: int, tensor: Any, layer: int, part: str) -> tuple[Region, int, str]:
     length = _length(name, number, tensor)
     dtype = str(tensor.dtype).removeprefix("torch.")
     if isinstance(tensor, np.ndarray):
@@ -266,8 +264,8 @@ def _region(name: str, number: int, tensor: Any, part: str) -> tuple[Region, int
             raise ConfigError(f"pool {shown(name)}: tensor {number} holds Python objects, which mean nothing elsewhere; use a number dtype")
         if not tensor.flags.c_contiguous or not tensor.flags.writeable:
             raise ConfigError(f"pool {shown(name)}: tensor {number} is not contiguous and writable; allocate it whole, do not pass a view")
-        return Region(int(tensor.ctypes.data), int(tensor.nbytes), "cpu:0", number, part), length, dtype
+        return Region(int(tensor.ctypes.data), int(tensor.nbytes), "cpu:0", layer, part), length, dtype
     if not tensor.is_contiguous():
         raise ConfigError(f"pool {shown(name)}: tensor {number} is not contiguous; allocate it whole, do not pass a view")
     device = f"{tensor.device.type}:{tensor.device.index or 0}"
-    return Region(int(tensor.data_ptr()), int(tensor.nbytes), device, number, part), length, dtype
+    return Region(int(tensor.data_ptr()), int(tensor.nbytes), device, layer, part), length, dtype

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvcore import hookspecs
+from kvcore import hookspecs, mapping
 from kvcore.channel import Route
 from kvcore.hookspecs import Endpoint
+from kvcore.mapping import Share
 from kvcore.planner import Layout
 from kvcore.protocol.events import Party
 from kvcore.protocol.messages import Abort, Ack, Destination, Join
@@ -26,6 +27,7 @@ class Peer:
     """
 
     side: Side
+    mine: Introduction
     intro: Introduction
     layout: Layout
     pairing: int
@@ -36,15 +38,25 @@ class Peer:
     expired: int = 0
     excused: float = 0.0
     pinged: float = 0.0
+    _shares: dict[int, Mapping[str, Share]] = field(default_factory=dict)
 
     @property
     def instance(self) -> str:
         return self.intro.instance
 
-    @property
-    def party(self) -> Party:
-        """The peer as the room protocol knows it."""
-        return Party(self.intro.instance, self.intro.rank, self.intro.size, self.expired)
+    def party(self, room: int) -> Party:
+        """The peer as the protocol of that room knows it."""
+        prefill, decode = (self.mine, self.intro) if self.side == "prefill" else (self.intro, self.mine)
+        pools = tuple((pool.name, pool.layout) for pool in prefill.pools)
+        met = mapping.destinations(pools, prefill.place, decode.place, room)
+        return Party(self.intro.instance, self.intro.place.rank, len(met), self.expired)
+
+    def shares(self, room: int) -> Mapping[str, Share]:
+        """What this prefill rank writes to it of each pool's pages in that room."""
+        turn = room % self.mine.place.tp_size
+        if turn not in self._shares:
+            self._shares[turn] = mapping.shares(self.mine.pools, self.intro.pools, self.mine.place, self.intro.place, turn)
+        return self._shares[turn]
 
     def heard_lately(self, now: float) -> bool:
         """R7: whether a ticket may be started towards it."""

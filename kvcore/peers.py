@@ -130,7 +130,7 @@ class Peers:
         if peer is None:  # where a hello of ours is out, it may be paired already from its side
             return self._write(route, letter.source, Ping() if self._greets(route) else Stranger())
         self._hear(peer, route)
-        if isinstance(body, RoomMessage) and not (peer.side == addressee(body) and self._home.got(peer.side, body, peer.party)):
+        if isinstance(body, RoomMessage) and not (peer.side == addressee(body) and self._home.got(peer.side, body, peer.party(body.room))):
             self.channel.note_bad(f"{type(body).__name__} of room {body.room} from {peer.instance} makes no sense here")
 
     def _greets(self, route: Route) -> bool:
@@ -219,13 +219,13 @@ class Peers:
             text = f"the prefill engine cannot reach this instance: {cause(why)}"
             return self._write(route, source, Refuse(hello.pairing, one_line(text), FailureCode.BACKEND))
         spoken = hello.spoken.get(self.me.instance, 0)
-        self._pair(Peer("prefill", hello.me, layout, hello.pairing, route, welcome, time.monotonic(), self.me.liveness_s, spoken))
+        self._pair(Peer("prefill", self.me, hello.me, layout, hello.pairing, route, welcome, time.monotonic(), self.me.liveness_s, spoken))
         self.channel.send(route, welcome, time.monotonic())
 
     def _pair(self, peer: Peer) -> None:
         self.pairings[peer.side, peer.instance] = peer
         self._departed.pop(peer.instance, None)  # what proves that it was gone proves nothing now
-        log.info("paired with %s (%s rank %d)", peer.instance, peer.intro.role, peer.intro.rank)
+        log.info("paired with %s (%s rank %d)", peer.instance, peer.intro.role, peer.intro.place.number)
         self._home.event("paired", peer=peer.instance)
 
     # --- pairing: decode
@@ -245,7 +245,7 @@ class Peers:
             return
         if error is not None:
             return self._refuse_link(link, FailureCode.BACKEND, f"the decode engine cannot reach {welcome.me.instance}: {cause(error)}")
-        peer = Peer("decode", welcome.me, layout, welcome.pairing, link.route, b"", time.monotonic(), self.me.liveness_s)
+        peer = Peer("decode", self.me, welcome.me, layout, welcome.pairing, link.route, b"", time.monotonic(), self.me.liveness_s)
         link.peer = peer
         self._pair(peer)
         waiters, link.waiters = link.waiters, []

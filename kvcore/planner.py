@@ -1,7 +1,8 @@
 """From page indices to descriptors: which bytes of which region go where. Pure arithmetic, no I/O.
 
 The i-th local page goes to the i-th remote page in every region of its pool (T1). Runs of pages contiguous on both sides are found
-once per pool and broadcast over the pool's regions; nothing loops over pages or layers in Python. Offsets are exact: a ``Layout``
+once per pool and broadcast over the pool's regions; nothing loops over pages or layers in Python. Where ranks are unlike, a page goes in
+strides (``mapping``), which are written out batch by batch. Offsets are exact: a ``Layout``
 holds only regions that end within 64 bits, and a page inside its pool's bound lies inside its region (T2).
 """
 
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import ConfigError, IncompatiblePeerError, PageError, shown
+from kvcore.mapping import Share
 from kvcore.memory import Indices, PoolGeometry, Region, check_distinct, check_pages
 
 U64 = npt.NDArray[np.uint64]
@@ -77,35 +79,86 @@ class Descriptors:
         """Bytes of all descriptors."""
         return int(self.length.sum(dtype=np.uint64))
 
-    def part(self, start: int, stop: int) -> Descriptors:
-        """Descriptors ``start .. stop-1``, as views."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """Descriptors in strided form, arrays of shape ``(n,)``: row i stands for ``count[i]`` of ``length[i]`` bytes, the first at the two
+    offsets and each next one a stride further. Sorted by region pair and within it by remote offset; no length is zero."""
+
+    local_region: I32
+    remote_region: I32
+    local_offset: U64
+    remote_offset: U64
+    count: U64
+    local_stride: U64
+    remote_stride: U64
+    length: U64
+
+    def __len__(self) -> int:
+        return self.length.size
+
+    @classmethod
+    def empty(cls, size: int) -> Plan:
+        """Room for so many rows."""
+        regions, numbers = np.empty((2, size), np.int32), np.empty((6, size), np.uint64)
+        return cls(regions[0], regions[1], *numbers)
+
+    def part(self, start: int, stop: int) -> Plan:
+        """Rows ``start .. stop-1``, as views."""
         cut = slice(start, stop)
+        return Plan(
+            self.local_region[cut], self.remote_region[cut], self.local_offset[cut], self.remote_offset[cut],
+            self.count[cut], self.local_stride[cut], self.remote_stride[cut], self.length[cut],
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, each: Descriptors) -> Plan:
+        """A row for each descriptor."""
+        zero, one = np.zeros(len(each), np.uint64), np.ones(len(each), np.uint64)
+        return cls(each.local_region, each.remote_region, each.local_offset, each.remote_offset, one, zero, zero, each.length)
+
+    def descriptors(self) -> Descriptors:
+        """Each row written out."""
+        if self.count.size == 0 or int(self.count.max()) == 1:
+            return Descriptors(self.local_region, self.remote_region, self.local_offset, self.remote_offset, self.length)
+        row = np.repeat(np.arange(len(self)), self.count.astype(np.int64))
+        first = np.cumsum(self.count, dtype=np.uint64) - self.count
+        number: U64 = np.arange(row.size, dtype=np.uint64) - first[row]
         return Descriptors(
-            self.local_region[cut], self.remote_region[cut], self.local_offset[cut], self.remote_offset[cut], self.length[cut]
+            self.local_region[row],
+            self.remote_region[row],
+            self.local_offset[row] + number * self.local_stride[row],
+            self.remote_offset[row] + number * self.remote_stride[row],
+            self.length[row],
         )
 
 
-def plan(local: Layout, remote: Layout, pages: Mapping[str, tuple[Indices, Indices]]) -> Descriptors:
-    """Descriptors that copy, pool by pool, the i-th local page to the i-th remote page in every region (T1).
+def plan(local: Layout, remote: Layout, pages: Mapping[str, tuple[Indices, Indices]], shares: Mapping[str, Share]) -> Plan:
+    """What copies, pool by pool, this rank's share of the i-th local page to the i-th remote page in every region (T1).
 
-    ``pages`` maps a pool to its local and remote page indices, two int64 arrays of one shape ``(n,)``. The result is sorted by
-    region pair and within it by remote offset, has no zero lengths, and is empty if no pool has pages.
-    Raises ``PageError`` naming pool, index and bound for indices that either side does not have, for a remote page named twice and
-    for unequal numbers of pages (T2); ``IncompatiblePeerError`` if the two sides' pools are unlike (T3).
+    ``pages`` are such as ``check`` lets pass; of a pool without a share nothing is copied.
     """
     work = []
     for name, (mine, theirs) in pages.items():
-        here, there = _place(local, name), _place(remote, name)
-        _check_pair(here, there, mine, theirs)
-        work.append((here, there, _runs(mine, theirs)))
+        if name in shares:
+            work.append((_place(local, name), _place(remote, name), shares[name], _runs(mine, theirs, shares[name].whole)))
     work.sort(key=lambda item: item[0].first_region)
-    out = _empty(sum(here.page_bytes.size * runs.count.size for here, _, runs in work))
+    out = Plan.empty(sum(len(share) * runs.count.size for _, _, share, runs in work))
     start = 0
-    for here, there, runs in work:
-        stop = start + here.page_bytes.size * runs.count.size
-        _broadcast(out.part(start, stop), here, there, runs)
+    for here, there, share, runs in work:
+        stop = start + len(share) * runs.count.size
+        _broadcast(out.part(start, stop), here, there, share, runs)
         start = stop
     return out
+
+
+def check(local: Layout, remote: Layout, pages: Mapping[str, tuple[Indices, Indices]]) -> None:
+    """Raise ``PageError`` unless ``pages`` maps pools to local and remote page indices, two int64 arrays of one shape ``(n,)``.
+
+    Names pool, index and bound of indices that either side does not have, of a remote page named twice and of unequal numbers (T2).
+    """
+    for name, (mine, theirs) in pages.items():
+        _check_pair(_place(local, name), _place(remote, name), mine, theirs)
 
 
 def check_listed(remote: Layout, listed: Mapping[str, Indices]) -> None:
@@ -116,36 +169,34 @@ def check_listed(remote: Layout, listed: Mapping[str, Indices]) -> None:
         check_distinct(name, pages, num_pages)
 
 
-def split(descriptors: Descriptors, max_descriptors: int | None, max_bytes: int | None) -> Iterator[Descriptors]:
+def split(planned: Plan, max_descriptors: int | None, max_bytes: int | None) -> Iterator[Plan]:
     """Cut into batches of at most ``max_descriptors`` descriptors and ``max_bytes`` bytes (None: no limit), order kept.
 
-    A descriptor above ``max_bytes`` is itself cut. What is within the limits comes back unchanged, and nothing at all for no
-    descriptors, since a backend is never given an empty batch. Raises ``ConfigError`` for a limit below 1.
+    A row above a limit is itself cut. What is within the limits comes back unchanged, and nothing at all for no rows, since a backend
+    is never given an empty batch. Raises ``ConfigError`` for a limit below 1.
     """
     for what, limit in (("max_descriptors", max_descriptors), ("max_bytes", max_bytes)):
         if limit is not None and limit < 1:
             raise ConfigError(f"{what} is {limit}, which no batch can keep; declare at least 1, or None for no limit")
-    if not len(descriptors):
+    if not len(planned):
         return
-    if max_bytes is not None:
-        descriptors = _cut(descriptors, max_bytes)
-    total, most = len(descriptors), max_descriptors or len(descriptors)
-    if total <= most and (max_bytes is None or descriptors.nbytes <= max_bytes):
-        yield descriptors
-        return
-    ends = np.cumsum(descriptors.length, dtype=np.uint64)
-    start = done = 0
-    while start < total:
-        stop = min(start + most, total)
-        if max_bytes is not None:
-            stop = min(stop, int(np.searchsorted(ends, np.uint64(min(done + max_bytes, 2**64 - 1)), side="right")))
-        yield descriptors.part(start, stop)
-        start, done = stop, int(ends[stop - 1])
+    planned = _cut(planned, max_descriptors, max_bytes)
+    limits = [(np.cumsum(planned.count, dtype=np.uint64), max_descriptors)]
+    limits += [(np.cumsum(planned.count * planned.length, dtype=np.uint64), max_bytes)]
+    start = 0
+    while start < len(planned):
+        stop = len(planned)
+        for ends, most in limits:
+            if most is not None:
+                done = int(ends[start - 1]) if start else 0
+                stop = min(stop, int(np.searchsorted(ends, np.uint64(min(done + most, 2**64 - 1)), side="right")))
+        yield planned.part(start, stop) if (start, stop) != (0, len(planned)) else planned
+        start = stop
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Runs:
-    """Stretches of pages contiguous on both sides: first local and first remote page, and number of pages, each of shape ``(m,)``."""
+    """Stretches of pages: first local and first remote page, and number of pages, each of shape ``(m,)``."""
 
     local: U64
     remote: U64
@@ -174,9 +225,6 @@ def _place(layout: Layout, name: str) -> PoolPlace:
 
 def _check_pair(here: PoolPlace, there: PoolPlace, local: Indices, remote: Indices) -> None:
     name = here.geometry.name
-    difference = here.geometry.mismatch(there.geometry)
-    if difference is not None:
-        raise IncompatiblePeerError(f"{difference}; give both sides one layout")
     for pages in (local, remote):
         if pages.ndim != 1 or pages.dtype != np.int64:
             raise PageError(f"pool {shown(name)}: page indices are {pages.dtype} of shape {pages.shape}; pass one flat int64 array")
@@ -187,46 +235,52 @@ def _check_pair(here: PoolPlace, there: PoolPlace, local: Indices, remote: Indic
     check_distinct(name, remote, there.geometry.num_pages)
 
 
-def _runs(local: Indices, remote: Indices) -> _Runs:
-    # Remote pages are distinct, so in their order every pair that can be merged stands side by side, whatever order they came in.
+def _runs(local: Indices, remote: Indices, merge: bool) -> _Runs:
+    """In the order of the remote pages, which are distinct: so every pair that can be merged stands side by side, however it was listed."""
     order = np.argsort(remote, kind="stable")
     local, remote = local[order], remote[order]
+    if not merge:
+        return _Runs(local.astype(np.uint64), remote.astype(np.uint64), np.ones(local.size, np.uint64))
     breaks = (np.diff(local) != 1) | (np.diff(remote) != 1)
     starts = np.flatnonzero(np.concatenate((np.ones(min(local.size, 1), np.bool_), breaks)))
     counts = np.diff(starts, append=local.size)
     return _Runs(local[starts].astype(np.uint64), remote[starts].astype(np.uint64), counts.astype(np.uint64))
 
 
-def _empty(size: int) -> Descriptors:
-    regions = np.empty((2, size), np.int32)
-    numbers = np.empty((3, size), np.uint64)
-    return Descriptors(regions[0], regions[1], numbers[0], numbers[1], numbers[2])
+def _broadcast(out: Plan, here: PoolPlace, there: PoolPlace, share: Share, runs: _Runs) -> None:
+    shape = len(share), runs.count.size
+    out.local_region.reshape(shape)[:] = (share.local_region + np.int32(here.first_region))[:, None]
+    out.remote_region.reshape(shape)[:] = (share.remote_region + np.int32(there.first_region))[:, None]
+    for offset, pages, page_bytes, base in (
+        (out.local_offset.reshape(shape), runs.local, here.page_bytes[share.local_region], share.local_base),
+        (out.remote_offset.reshape(shape), runs.remote, there.page_bytes[share.remote_region], share.remote_base),
+    ):
+        np.multiply(page_bytes[:, None], pages, out=offset)
+        offset += base[:, None]
+    for column, value in ((out.count, share.count), (out.local_stride, share.local_stride), (out.remote_stride, share.remote_stride)):
+        column.reshape(shape)[:] = value[:, None]
+    np.multiply(share.length[:, None], runs.count, out=out.length.reshape(shape))
 
 
-def _broadcast(out: Descriptors, here: PoolPlace, there: PoolPlace, runs: _Runs) -> None:
-    shape = here.page_bytes.size, runs.count.size
-    number = np.arange(shape[0], dtype=np.int32)[:, None]
-    page_bytes = here.page_bytes[:, None]
-    out.local_region.reshape(shape)[:] = number + np.int32(here.first_region)
-    out.remote_region.reshape(shape)[:] = number + np.int32(there.first_region)
-    np.multiply(page_bytes, runs.local, out=out.local_offset.reshape(shape))
-    np.multiply(page_bytes, runs.remote, out=out.remote_offset.reshape(shape))
-    np.multiply(page_bytes, runs.count, out=out.length.reshape(shape))
-
-
-def _cut(descriptors: Descriptors, most: int) -> Descriptors:
-    length = descriptors.length
-    if int(length.max()) <= most:
-        return descriptors
-    step = np.uint64(most)
-    pieces = (length - np.uint64(1)) // step + np.uint64(1)
-    whole = np.repeat(np.arange(length.size), pieces.astype(np.int64))
+def _cut(planned: Plan, max_descriptors: int | None, max_bytes: int | None) -> Plan:
+    """No row above a limit: written out if too many or too large together, its descriptors cut if one alone is too large."""
+    too_many = max_descriptors is not None and int(planned.count.max()) > max_descriptors
+    too_large = max_bytes is not None and int((planned.count * planned.length).max()) > max_bytes
+    if too_many or too_large:
+        planned = Plan.of(planned.descriptors())
+    if max_bytes is None or int(planned.length.max()) <= max_bytes:
+        return planned
+    step = np.uint64(max_bytes)
+    pieces = (planned.length - np.uint64(1)) // step + np.uint64(1)
+    whole = np.repeat(np.arange(len(planned)), pieces.astype(np.int64))
     first = np.cumsum(pieces, dtype=np.uint64) - pieces
     skip = (np.arange(whole.size, dtype=np.uint64) - first[whole]) * step
-    return Descriptors(
-        descriptors.local_region[whole],
-        descriptors.remote_region[whole],
-        descriptors.local_offset[whole] + skip,
-        descriptors.remote_offset[whole] + skip,
-        np.minimum(length[whole] - skip, step),
+    return Plan.of(
+        Descriptors(
+            planned.local_region[whole],
+            planned.remote_region[whole],
+            planned.local_offset[whole] + skip,
+            planned.remote_offset[whole] + skip,
+            np.minimum(planned.length[whole] - skip, step),
+        )
     )

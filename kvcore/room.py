@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from kvcore.errors import RoomError, shown
 from kvcore.memory import Indices
@@ -32,6 +32,16 @@ class Chunk:
     ready: Ready | None
 
 
+class PrefillGroup(NamedTuple):
+    """A prefill group as a receiver names it: its address, and which data-parallel rank of it (None: the one that has the room)."""
+
+    address: str = ""
+    dp_rank: int | None = None
+
+
+NOWHERE = PrefillGroup()
+
+
 @dataclass(eq=False)
 class Room:
     """One lifetime of a room on one side, shared by its handle, the table and the ledger. Only the table replaces ``life``."""
@@ -40,8 +50,8 @@ class Room:
     key: RoomKey
     life: Life
     meter: Meter
-    prefill: str = ""
-    """Receiver: the address its sender ranks are found at."""
+    group: PrefillGroup = NOWHERE
+    """Receiver: whose ranks it expects."""
     chunks: list[Chunk] = field(default_factory=list)
     pages: dict[str, int] = field(default_factory=dict)
     """Pages handed over so far, per pool."""

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 from kvcore.metrics import Meter
 from kvcore.protocol import events as ev, receiver, receiver_state, sender, sender_state
 from kvcore.protocol.messages import Join
-from kvcore.room import Life, Room
+from kvcore.room import NOWHERE, Life, PrefillGroup, Room
 from kvcore.states import KVPoll, RoomId, RoomKey, Side
 from kvcore.timers import Timers
 
@@ -89,21 +89,21 @@ class RoomTable:
 
     # --- rooms
 
-    def open(self, side: Side, room: RoomId, prefill: str = "") -> Room | None:
+    def open(self, side: Side, room: RoomId, group: PrefillGroup = NOWHERE) -> Room | None:
         """A new lifetime; None if a live one is stored (C6). A terminal one is replaced, as by ``clear``."""
         with self.lock:
             slot = self._slots.get((side, room))
             if slot is not None and slot.state.life is not None and not slot.state.life.state.terminal:
                 return None
             self.generation += 1
-            self.apply(side, room, ev.Open(self.generation), prefill)
+            self.apply(side, room, ev.Open(self.generation), group)
             life = self._slots[side, room].state.life
             assert life is not None and life.generation == self.generation
             opened = self._slots[side, room].room
             assert opened is not None
             return opened
 
-    def apply(self, side: Side, room: RoomId, event: ev.Event, prefill: str = "") -> None:
+    def apply(self, side: Side, room: RoomId, event: ev.Event, group: PrefillGroup = NOWHERE) -> None:
         """Step a room's protocol with an event, and carry out what follows. The only place where states change (S2)."""
         with self.lock:
             slot = self._slots.get((side, room)) or _Slot(self._fresh(side, room))
@@ -114,7 +114,7 @@ class RoomTable:
             if after is before and not effects:
                 return
             slot.state = after
-            self._bring_up_to_date(side, room, slot, before.life, prefill)
+            self._bring_up_to_date(side, room, slot, before.life, group)
             self._store(side, room, slot, before)
             for effect in effects:
                 self._carry_out(side, room, slot, effect)
@@ -141,7 +141,7 @@ class RoomTable:
                 if side in (None, this_side):
                     self.apply(this_side, room, event)
 
-    def _bring_up_to_date(self, side: Side, room: RoomId, slot: _Slot, old: Life | None, prefill: str) -> None:
+    def _bring_up_to_date(self, side: Side, room: RoomId, slot: _Slot, old: Life | None, group: PrefillGroup) -> None:
         """Make the room record show the new state of its lifetime, or the last one of a lifetime that is gone."""
         life = slot.state.life
         if life is old:
@@ -155,7 +155,7 @@ class RoomTable:
             return
         if record is None:
             key = RoomKey(side, room.number, room.attempt, life.generation)
-            record = slot.room = self._records[key] = Room(room, key, life, Meter(now), prefill)
+            record = slot.room = self._records[key] = Room(room, key, life, Meter(now), group)
             self._note_change(record, None, now)
             return
         before, record.life = record.life.state, life

@@ -5,25 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvcore.bootstrap import Group, LookupFailure
+from kvcore.bootstrap import Group, LookupFailure, RankInfo
 from kvcore.bootstrap_client import Directory
 from kvcore.pairing import Peer
 from kvcore.peers import Peers
-from kvcore.protocol.events import Party
 from kvcore.states import FailureCode
 
 
 @dataclass(eq=False, slots=True)
 class Search:
-    """One receiver's way to its sender ranks. ``wanted`` says whether the room still needs it."""
+    """One receiver's way to its sender ranks. ``wanted`` says whether the room still needs it; ``expects`` which of a group's ranks it
+    takes, or raises ``ValueError`` if that group cannot serve it."""
 
     address: str
+    expects: Callable[[Group], tuple[RankInfo, ...]]
     wanted: Callable[[], bool]
-    found: Callable[[tuple[Party, ...]], None]
+    found: Callable[[list[Peer]], None]
     failed: Callable[[FailureCode, str], None]
     token: int = 0
     group: Group | None = None
-    parties: dict[int, Party] = field(default_factory=dict)
+    expected: tuple[RankInfo, ...] = ()
+    peers: dict[int, Peer] = field(default_factory=dict)
     asked_again: bool = False
     over: bool = False
 
@@ -31,14 +33,14 @@ class Search:
 @dataclass(eq=False, slots=True)
 class _RankWaiter:
     search: Search
-    rank: int
+    info: RankInfo
     routes: Routes
 
     def wanted(self) -> bool:
         return not self.search.over and self.search.wanted()
 
     def paired(self, peer: Peer) -> None:
-        self.routes.rank_paired(self.search, self.rank, peer)
+        self.routes.rank_paired(self.search, self.info, peer)
 
     def refused(self, code: FailureCode, text: str) -> None:
         self.routes.end(self.search, code, text)
@@ -67,31 +69,34 @@ class Routes:
         if isinstance(result, LookupFailure):
             return self.end(search, FailureCode.PEER_LOST, str(result))
         search.group = result
-        for info in result.ranks:
-            self._peers.link(info.control, _RankWaiter(search, info.rank, self))
+        try:
+            search.expected = search.expects(result)
+        except ValueError as error:
+            return self.end(search, FailureCode.INCOMPATIBLE, f"prefill group {search.address}: {error}")
+        for info in search.expected:
+            self._peers.link(info.control, _RankWaiter(search, info, self))
 
-    def rank_paired(self, search: Search, rank: int, peer: Peer) -> None:
+    def rank_paired(self, search: Search, info: RankInfo, peer: Peer) -> None:
         """One rank is paired; with the last the route is known."""
         group = search.group
-        if search.over or group is None:
+        if search.over or group is None or info not in search.expected:
             return
-        if peer.instance != group.ranks[rank].instance:
-            return self._outdated(search, group, rank, peer)
+        if peer.instance != info.instance:
+            return self._outdated(search, group, info, peer)
         self._groups[search.address] = group
-        search.parties[rank] = peer.party
-        if len(search.parties) == group.size:
+        search.peers[info.rank] = peer
+        if len(search.peers) == len(search.expected):
             self._forget(search)
-            search.found(tuple(search.parties[rank] for rank in range(group.size)))
+            search.found([search.peers[info.rank] for info in search.expected])
 
-    def _outdated(self, search: Search, group: Group, rank: int, peer: Peer) -> None:
+    def _outdated(self, search: Search, group: Group, info: RankInfo, peer: Peer) -> None:
         """Another instance than the one looked up answers at a rank's address: ask the bootstrap service once more."""
         self._directory.forget(search.address, group)
         if not search.asked_again:
             search.asked_again = True
             search.group = None
-            search.parties.clear()
+            search.peers.clear()
             return self._look_up(search)
-        info = group.ranks[rank]
         text = f"expected instance {info.instance} at {info.control} and found {peer.instance}; does {search.address} belong to that group?"
         self.end(search, FailureCode.PEER_LOST, text)
 

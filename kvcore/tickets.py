@@ -11,8 +11,9 @@ from typing import Protocol
 import numpy as np
 
 from kvcore.hookspecs import Capabilities, Ticket, Transfer
+from kvcore.mapping import Share
 from kvcore.memory import Indices
-from kvcore.planner import Layout, check_listed, plan, split
+from kvcore.planner import Layout, check, check_listed, plan, split
 from kvcore.protocol import events as ev
 from kvcore.protocol.sender_state import Life
 from kvcore.room import Chunk, Room
@@ -26,6 +27,7 @@ class PeerView(Protocol):
 
     @property
     def layout(self) -> Layout: ...
+    def shares(self, room: int) -> Mapping[str, Share]: ...
     def heard_lately(self, now: float) -> bool: ...
 
 
@@ -49,12 +51,14 @@ class Part:
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One ticket of the protocol: parts not yet posted, parts running (or in a lane), and whether its failure was already told."""
+    """One ticket of the protocol: what is still to be made into parts (None: nothing), parts to be posted again, parts running (or in a
+    lane), and whether its failure was already told."""
 
     room: Room
     pair: ev.Pair
     number: int
     chunk: Chunk
+    coming: Iterator[Transfer] | None = field(default_factory=lambda: iter(()))
     waiting: deque[Part] = field(default_factory=deque)
     running: list[Part] = field(default_factory=list)
     planned: bool = False
@@ -69,44 +73,54 @@ class Entry:
         return sum(indices.size for indices in self.chunk.pages.values())
 
 
-def transfers(entry: Entry, local: Layout, remote: Layout, capabilities: Capabilities) -> Iterator[Transfer]:
+def transfers(entry: Entry, local: Layout, peer: PeerView, capabilities: Capabilities) -> Iterator[Transfer]:
     """The chunk as transfers that the backend can take: its pages and, place for place, those the destination listed (T1).
 
-    Raises the planner's errors for pages or pools that do not fit (T2, T3). Of a destination all is checked before its first page moves.
+    Raises the planner's errors for pages or pools that do not fit (T2), all of them before the first transfer; each of these is made when
+    it is asked for, since pages that go in slices make very many descriptors.
     """
     life = entry.room.life
     assert isinstance(life, Life)
     dest = next(dest for dest in life.dests if life.pair(dest) == entry.pair)
     listed = {item.pool: np.frombuffer(item.pages, "<i4").astype(np.int64) for item in dest.pages}
-    check_listed(remote, listed)
+    check_listed(peer.layout, listed)
     pages = {}
     for pool, mine in entry.chunk.pages.items():
         first = entry.chunk.offset[pool]
         pages[pool] = mine, listed[pool][first : first + mine.size]
-    for batch in _batches(local, pages, capabilities):
-        parts = list(split(plan(local, remote, batch), capabilities.max_descriptors, capabilities.max_bytes))
-        names = next(iter(batch.items())) if capabilities.descriptors == "pages" and len(parts) == 1 else None
-        for part in parts:
-            arrays = (part.local_region, part.remote_region, part.local_offset, part.remote_offset, part.length)
-            transfer = Transfer(entry.room.key, entry.pair.peer, *arrays, local.base, remote.base, entry.number)
-            yield replace(transfer, pool=names[0], local_pages=names[1][0], remote_pages=names[1][1]) if names else transfer
+    check(local, peer.layout, pages)
+    return _transfers(entry, local, peer, capabilities, pages)
 
 
 Pages = Mapping[str, tuple[Indices, Indices]]
 
 
-def _batches(local: Layout, pages: Pages, capabilities: Capabilities) -> Iterator[Pages]:
+def _transfers(entry: Entry, local: Layout, peer: PeerView, capabilities: Capabilities, pages: Pages) -> Iterator[Transfer]:
+    shares = peer.shares(entry.room.id.number)
+    for batch in _batches(shares, pages, capabilities):
+        parts = list(split(plan(local, peer.layout, batch, shares), capabilities.max_descriptors, capabilities.max_bytes))
+        pool, (mine, theirs) = next(iter(batch.items()))
+        named = capabilities.descriptors == "pages" and len(parts) == 1 and shares[pool].whole
+        for part in parts:
+            each = part.descriptors()
+            arrays = (each.local_region, each.remote_region, each.local_offset, each.remote_offset, each.length)
+            transfer = Transfer(entry.room.key, entry.pair.peer, *arrays, local.base, peer.layout.base, entry.number)
+            yield replace(transfer, pool=pool, local_pages=mine, remote_pages=theirs) if named else transfer
+
+
+def _batches(shares: Mapping[str, Share], pages: Pages, capabilities: Capabilities) -> Iterator[Pages]:
     """What is planned at once: all of it, or for a backend that takes pages as many of one pool as one transfer may have."""
+    pages = {pool: both for pool, both in pages.items() if pool in shares}
     if capabilities.descriptors != "pages":
-        yield pages
+        if pages:
+            yield pages
         return
     for pool, (mine, theirs) in pages.items():
-        page_bytes = local.pools[pool].page_bytes
         most = mine.size
         if capabilities.max_descriptors is not None:
-            most = min(most, capabilities.max_descriptors // page_bytes.size)
+            most = min(most, capabilities.max_descriptors // len(shares[pool]))
         if capabilities.max_bytes is not None:
-            most = min(most, capabilities.max_bytes // int(page_bytes.sum()))
+            most = min(most, capabilities.max_bytes // shares[pool].page_bytes)
         for start in range(0, mine.size, max(1, most)):
             cut = slice(start, start + max(1, most))
             yield {pool: (mine[cut], theirs[cut])}

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from kvcore import errors
+from kvcore.layouts import Place
 from kvcore.memory import PoolGeometry, Region
 from kvcore.protocol.messages import Abort, Ack, Destination, Drained, Here, Join, Status, Which
 from kvcore.states import FailureCode
@@ -61,8 +62,7 @@ class Introduction(msgspec.Struct, frozen=True):
     instance: Instance
     order: int
     role: Word
-    rank: Unsigned
-    size: Annotated[int, Meta(ge=1, le=65536)]
+    place: Place
     backend: Word
     wire_version: Word
     pools: tuple[PoolGeometry, ...]

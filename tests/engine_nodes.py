@@ -24,6 +24,7 @@ from pydantic import BaseModel
 
 from kvcore import Pool, Region, Transfer
 from kvcore.hookspecs import DONE, PENDING, Endpoint, OpenContext, Peer, TicketState
+from kvcore.mapping import whole
 from kvcore.planner import Layout, plan
 from kvcore.states import RoomKey
 from tests.helpers import ROOT, memory, wait_until
@@ -76,7 +77,7 @@ class Node:
     def transfer(self, mine: Sequence[int], theirs: Sequence[int], to: Peer) -> Transfer:
         """A transfer of pages as the core makes it."""
         here, there, remote = np.array(mine, np.int64), np.array(theirs, np.int64), Layout.of(to.pools, to.regions)
-        parts = plan(self.layout, remote, {"kv": (here, there)})
+        parts = plan(self.layout, remote, {"kv": (here, there)}, whole((self.pool.geometry,))).descriptors()
         arrays = (parts.local_region, parts.remote_region, parts.local_offset, parts.remote_offset, parts.length)
         room = RoomKey("prefill", next(numbers), 0, 1)
         return Transfer(room, to.id, *arrays, self.layout.base, remote.base, 1, "kv", here, there)

@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 from aiohttp import web
 from kvcore_conformance.stage.driver import free_port
@@ -29,12 +30,14 @@ from kvcore.bootstrap_client import Directory, Registrar
 from kvcore.bootstrap_service import BootstrapService, RankTable
 from kvcore.errors import ConfigError
 from kvcore.http import HttpThread, Refusal
+from kvcore.layouts import Place
 
 LIMIT_S = 20.0
 
 
 def rank_info(rank: int = 0, size: int = 1, *, instance: str = "", order: int = 1, control: str = "127.0.0.1:7000") -> RankInfo:
-    return RankInfo(rank=rank, size=size, control=control, instance=instance or f"instance-{rank}", order=order, backend="local")
+    place = Place(tp_size=size, tp_rank=rank)
+    return RankInfo(rank, size, control, instance or f"instance-{rank}", order, "local", place)
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -60,7 +63,7 @@ def ask(
 
 
 def register(address: Address, info: RankInfo) -> int:
-    body = json.dumps({name: getattr(info, name) for name in info.__struct_fields__}).encode()
+    body = msgspec.json.encode(info)
     return ask(address, "POST", "/v1/ranks", body)[0]
 
 
@@ -306,7 +309,13 @@ def test_c78_no_rank_publishes_an_address_that_peers_cannot_use(control: str) ->
 
 # --- bytes of any kind
 
-GOOD: dict[str, object] = {"rank": 1, "size": 2, "control": "127.0.0.1:7001", "instance": "second", "order": 1, "backend": "local"}
+
+def good(rank: int = 1, size: int = 2) -> dict[str, object]:
+    place = {"tp_size": size, "tp_rank": rank}
+    return {"rank": rank, "size": size, "control": "127.0.0.1:7001", "instance": "second", "order": 1, "backend": "local", "place": place}
+
+
+GOOD = good()
 
 WRONG_VALUES: list[object] = [None, True, -1, 1.5, [], {}, "", "a\nb", 2**64, "x" * 400]
 BAD_BODIES = [
@@ -475,7 +484,7 @@ class CountingServer:
         return await answer(self.reply[1], self.reply[0])
 
     def ready(self) -> None:
-        self.reply = (200, json.dumps({"size": 1, "ranks": [{**GOOD, "rank": 0, "size": 1}]}).encode())
+        self.reply = (200, json.dumps({"size": 1, "ranks": [good(0, 1)]}).encode())
 
 
 def test_c76_ten_thousand_lookups_cost_few_requests_and_connections(
@@ -576,9 +585,10 @@ def test_c74_an_address_that_is_none_is_a_failure_not_an_exception(thread: HttpT
     "ranks",
     [
         [],
-        [{**GOOD, "rank": 1}],
-        [{**GOOD, "rank": 0}] * 2,
-        [{**GOOD, "rank": 0}, {**GOOD, "size": 3}],
+        [GOOD],
+        [good(0)] * 2,
+        [good(0), good(1, 3)],
+        [good(0), {**GOOD, "place": {"pp_size": 2, "pp_rank": 1}}],
         [{**GOOD, "control": "[::]:1"}],
         "x",
     ],

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from kvcore.config import Config, Limits, Security, Topology, describe
 from kvcore.errors import ConfigError, KVCoreError
+from kvcore.layouts import Place
 
 DEFAULTS = {
     "bootstrap_s": 300,
@@ -46,7 +47,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
     config = Config(role="prefill")
     assert (config.backend, config.backend_options, config.host, config.bind) == ("local", {}, "127.0.0.1", "")
     assert (config.port, config.bootstrap_port, config.bootstrap, config.admin) == (0, 0, None, None)
-    assert (config.topology.rank, config.topology.size) == (0, 1)
+    assert config.topology.place == Place()
 
 
 def test_any_limit_can_be_below_a_second() -> None:
@@ -86,7 +87,11 @@ def test_ports_are_integers_in_range(field: str, value: object) -> None:
         ({"role": "both", "rol": 1}, ("rol", "1")),
         ({"role": "both", "limits": {"transfers_s": 1}}, ("transfers_s", "1")),
         ({"role": "both", "limits": 5}, ("limits", "5")),
-        ({"role": "both", "topology": {"tp_size": 2}}, ("tp_size", "2")),
+        ({"role": "decode", "topology": {"tp_size": 0}}, ("tp_size", "0")),
+        ({"role": "decode", "topology": {"tp_size": 2, "tp_rank": 2}}, ("topology", "tp_rank 2", "0 .. 1")),
+        ({"role": "decode", "topology": {"tp_size": 1024, "pp_size": 2}}, ("topology", "2048", "1024")),
+        ({"role": "prefill", "topology": {"tp_size": 2, "tp_rank": 1}}, ("rank 1 of 2", "bootstrap")),
+        ({"role": "prefill", "bootstrap": "nowhere"}, ("bootstrap", "nowhere")),
         ({"role": "both", "backend_options": [1]}, ("backend_options", "[1]")),
         ({"role": "both", "port": {}}, ("port", "{}")),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 from kvcore import KVPoll, Pool
 from kvcore.hookspecs import DONE, RETRY, Capabilities
 from kvcore.ledger import Ledger
+from kvcore.mapping import Share, whole
 from kvcore.metrics import Meter, Metrics
 from kvcore.planner import Layout
 from kvcore.protocol import events as ev
@@ -40,6 +41,9 @@ class View:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.silent = False
+
+    def shares(self, room: int) -> Mapping[str, Share]:
+        return whole([place.geometry for place in self.layout.pools.values()])
 
     def heard_lately(self, now: float) -> bool:
         return not self.silent

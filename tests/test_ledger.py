@@ -7,7 +7,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from kvcore import Capabilities, FailureCode, KVPoll, NothingPosted, Transfer, h
 from kvcore.faults import ControlTap
 from kvcore.hookspecs import DONE, PENDING, RETRY, Ticket, TicketKind, TicketState
 from kvcore.ledger import Ledger
+from kvcore.mapping import Share, whole
 from kvcore.memory import Pool
 from kvcore.metrics import Meter, Metrics
 from kvcore.planner import Layout
@@ -77,6 +78,9 @@ class Engine:
 class PeerOf:
     layout: Layout
     heard: bool = True
+
+    def shares(self, room: int) -> Mapping[str, Share]:
+        return whole([place.geometry for place in self.layout.pools.values()])
 
     def heard_lately(self, now: float) -> bool:
         return self.heard

@@ -15,6 +15,7 @@ from kvcore import Pool, peers
 from kvcore.addresses import Address
 from kvcore.channel import Channel, Route
 from kvcore.hookspecs import Capabilities, Endpoint, Hooks
+from kvcore.layouts import Place
 from kvcore.pairing import Peer
 from kvcore.peers import Peers
 from kvcore.process import this_process
@@ -47,9 +48,8 @@ POOL = Pool.from_tensors("kv", memory(8), page_size=16)
 def introduction(instance: str, version: tuple[int, int] = (1, 0)) -> Introduction:
     process = Process("this host", PIDS.get(instance, 99), "0")
     regions = tuple(RegionInfo.of(region) for region in POOL.regions)
-    return Introduction(
-        version, instance, 1, instance.partition("-")[0], 0, 1, "fake", "1", (POOL.geometry,), regions, LIVENESS_S, 5.0, 60.0, 30.0, process
-    )
+    role, limits = instance.partition("-")[0], (LIVENESS_S, 5.0, 60.0, 30.0)
+    return Introduction(version, instance, 1, role, Place(), "fake", "1", (POOL.geometry,), regions, *limits, process)
 
 
 class FakeChannel:
@@ -348,7 +348,7 @@ def test_c1_a_returning_instance_has_the_generations_it_speaks_of_marked_expired
     bench = Bench("prefill-1")
     bench.greeted_by("decode-1", prefill_1=7, prefill_2=70)
     bench.greeted_by("decode-2", prefill_2=70)
-    expired = {name: peer.party.expired for (_, name), peer in bench.peers.pairings.items()}
+    expired = {name: peer.party(1).expired for (_, name), peer in bench.peers.pairings.items()}
     assert expired == {"decode-1": 7, "decode-2": 0}
 
 

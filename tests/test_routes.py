@@ -15,7 +15,6 @@ from kvcore.bootstrap_client import Directory
 from kvcore.faults import ControlTap
 from kvcore.pairing import Peer, Waiter
 from kvcore.peers import Peers
-from kvcore.protocol.events import Party
 from kvcore.routes import Routes, Search
 from kvcore.wire import Join, Letter
 from tests.helpers import Duo, ended, manager, memory, number, stays, wait_until
@@ -71,7 +70,7 @@ class FakePeers:
 
 
 def peer(instance: str) -> Peer:
-    return cast(Peer, SimpleNamespace(instance=instance, party=Party(instance, 0, 1)))
+    return cast(Peer, SimpleNamespace(instance=instance))
 
 
 class Asked:
@@ -81,12 +80,20 @@ class Asked:
         self.directory, self.peers = FakeDirectory(), FakePeers()
         self.routes = Routes(cast(Directory, self.directory), cast(Peers, self.peers), lambda call: call())
         self.wanted = True
-        self.found: list[tuple[Party, ...]] = []
+        self.found: list[list[Peer]] = []
         self.failures: list[tuple[FailureCode, str]] = []
         self.find()
 
     def find(self) -> None:
-        self.routes.find(Search(ADDRESS, lambda: self.wanted, self.found.append, lambda code, text: self.failures.append((code, text))))
+        self.routes.find(
+            Search(
+                ADDRESS,
+                lambda group: group.ranks,
+                lambda: self.wanted,
+                self.found.append,
+                lambda code, text: self.failures.append((code, text)),
+            )
+        )
 
 
 def test_p3_where_another_instance_answers_the_service_is_asked_once_more() -> None:
@@ -97,8 +104,8 @@ def test_p3_where_another_instance_answers_the_service_is_asked_once_more() -> N
     assert asked.found == [] and asked.failures == []
     asked.directory.answer(group_of("prefill-2"))
     asked.peers.answer("prefill-2")
-    [parties] = asked.found
-    assert [party.instance for party in parties] == ["prefill-2"]
+    [peers] = asked.found
+    assert [peer.instance for peer in peers] == ["prefill-2"]
     assert asked.routes.sizes() == {"searches": 0, "groups": 1, "directory_lookups": 0}
 
 

@@ -27,7 +27,7 @@ from kvcore.config import Seconds
 from kvcore.errors import ConfigError, RegistrationError
 from kvcore.hookspecs import DONE, PENDING, TicketKind, TicketState, hookimpl
 from kvcore.memory import Region
-from kvcore.planner import I32, U64, Descriptors, split
+from kvcore.planner import I32, U64, Descriptors, Plan, split
 from kvcore.states import RoomKey
 
 ROW = np.dtype([("region", "<i4"), ("offset", "<u8"), ("length", "<u8")])
@@ -251,8 +251,8 @@ class LocalBackend:
 
     def _send(self, job: Job) -> TicketState:
         sock, batch, problem = job.link.sock, job.transfer, ""
-        whole = Descriptors(batch.local_region, batch.remote_region, batch.local_offset, batch.remote_offset, batch.length)
-        for part in split(whole, MAX_ROWS, self._options.frame_bytes):
+        each = Descriptors(batch.local_region, batch.remote_region, batch.local_offset, batch.remote_offset, batch.length)
+        for part in split(Plan.of(each), MAX_ROWS, self._options.frame_bytes):
             pieces, problem = self._pieces(part.local_region, part.local_offset, part.length)
             if problem := "cancelled" if job.cancelled else problem:
                 break

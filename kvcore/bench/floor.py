@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel
 
-from kvcore import registry
+from kvcore import mapping, registry
 from kvcore.bench.setup import Clock, Go, Measured, Ready, Setup, pool
 from kvcore.buffers import Buffer
 from kvcore.hookspecs import Endpoint, OpenContext, Peer, Transfer
@@ -161,7 +161,8 @@ class Raw:
 
     def transfer(self, mine: Indices, theirs: Indices) -> Transfer:
         """On prefill: pages as a backend gets them, but whole, however many they are."""
-        planned = plan(self._local, self._remote, {"kv": (mine, theirs)})
+        whole = mapping.whole(self._peer.pools)
+        planned = plan(self._local, self._remote, {"kv": (mine, theirs)}, whole).descriptors()
         arrays = (planned.local_region, planned.remote_region, planned.local_offset, planned.remote_offset, planned.length)
         named = Transfer(RoomKey("prefill", 0, 0, 1), self._peer.id, *arrays, self._local.base, self._remote.base)
         return replace(named, pool="kv", local_pages=mine, remote_pages=theirs)

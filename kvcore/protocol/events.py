@@ -12,8 +12,8 @@ from kvcore.states import FailureCode, KVPoll, Reason, RoomId, Side
 class Party(NamedTuple):
     """One rank of the other side as this instance knows it.
 
-    ``size`` is the number of ranks in its group; ``expired`` the highest generation of it for which a ticket was given up
-    without proof here (R2).
+    ``size`` is the number of destination ranks that the sender of the two has in this room; ``expired`` the highest generation of
+    it for which a ticket was given up without proof here (R2).
     """
 
     instance: str
@@ -85,11 +85,10 @@ class Clear:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Receiver: the sender ranks to expect are known and paired; ``n_dest`` is the size of this side's group."""
+    """Receiver: the sender ranks to expect are known and paired."""
 
     generation: int
     parties: tuple[Party, ...]
-    n_dest: int = 1
 
 
 @dataclass(frozen=True, slots=True)

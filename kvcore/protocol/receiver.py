@@ -136,7 +136,7 @@ class _Turn:
         life = self.live(event.generation)
         if life is None or life.sources:
             return
-        life = replace(life, sources=tuple(Source(party) for party in event.parties), n_dest=event.n_dest)
+        life = replace(life, sources=tuple(Source(party) for party in event.parties))
         self.set_life(life)
         self.out += [ask(self.state.room, life, source) for source in life.sources]
 

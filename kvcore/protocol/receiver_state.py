@@ -25,14 +25,12 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """A stored lifetime. ``pages`` is None until ``receive``; ``sources`` is empty until the route is known;
-    ``n_dest`` is the number of destination ranks, this one included."""
+    """A stored lifetime. ``pages`` is None until ``receive``; ``sources`` is empty until the route is known."""
 
     generation: int
     state: KVPoll = KVPoll.BOOTSTRAPPING
     reason: Reason | None = None
     sources: tuple[Source, ...] = ()
-    n_dest: int = 1
     pages: tuple[PoolPages, ...] | None = None
     record: bytes = b""
     unpaired: bool = False
@@ -124,7 +122,7 @@ def ask(room: RoomId, life: Life, source: Source) -> Send:
     """What a live receiver says to a sender rank: its destination once both are known, else that it is here."""
     head = (room.number, room.attempt, life.generation, source.sg)
     if source.published and life.pages is not None:
-        return Send(source.party.instance, Destination(*head, life.pages, life.n_dest))
+        return Send(source.party.instance, Destination(*head, life.pages, source.party.size))
     return Send(source.party.instance, Join(*head))
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from kvcore.hookspecs import Capabilities
+from kvcore.mapping import Share, whole
 from kvcore.memory import Pool
 from kvcore.metrics import Metrics
 from kvcore.planner import Layout
@@ -52,6 +53,9 @@ class Peer:
     liveness_s: float
     heard: float
     expired: int = 0
+
+    def shares(self, room: int) -> Mapping[str, Share]:
+        return whole([place.geometry for place in self.layout.pools.values()])
 
     def heard_lately(self, now: float) -> bool:
         return now - self.heard <= self.liveness_s

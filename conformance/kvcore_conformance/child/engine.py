@@ -21,6 +21,7 @@ import numpy as np
 import pluggy
 
 import kvcore
+from kvcore import mapping
 from kvcore.hookspecs import PENDING, Endpoint, Hooks, NothingPosted, OpenContext, Peer, TicketKind, TicketState, Transfer
 from kvcore.memory import PoolGeometry, Region
 from kvcore.planner import Descriptors, Layout, plan, split
@@ -324,9 +325,10 @@ class Engine:
         lists = {pool: (np.array(mine, np.int64), np.array(theirs, np.int64)) for pool, (mine, theirs) in pages.items()}
         by_pool = [{pool: both} for pool, both in lists.items()] if able.descriptors == "pages" else [lists]
         for some in by_pool:
-            parts = list(split(plan(self._layout, there, some), able.max_descriptors, able.max_bytes))
+            whole = mapping.whole([there.pools[pool].geometry for pool in some])
+            parts = list(split(plan(self._layout, there, some, whole), able.max_descriptors, able.max_bytes))
             for part in parts:
-                transfer = self._transfer(key, to, there, part)
+                transfer = self._transfer(key, to, there, part.descriptors())
                 if able.descriptors == "pages" and named and len(parts) == 1:
                     ((pool, (mine, theirs)),) = some.items()
                     transfer = replace(transfer, pool=pool, local_pages=mine, remote_pages=theirs)

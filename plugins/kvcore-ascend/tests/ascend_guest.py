@@ -14,6 +14,7 @@ from kvcore_ascend.options import AscendOptions
 
 from kvcore import Pool, Region, Transfer
 from kvcore.hookspecs import Endpoint, Peer
+from kvcore.mapping import whole
 from kvcore.planner import Layout, plan
 from kvcore.states import RoomKey
 from tests.engine_nodes import context
@@ -43,7 +44,8 @@ def main() -> None:
         there = Pool("kv", [Region(*one) for one in asked["regions"]], num_pages=asked["pages"], page_size=16, dtype="uint8")
         other = Layout.of((there.geometry,), there.regions)
         backend.kvcore_connect(Peer(asked["id"], Endpoint(bytes.fromhex(asked["endpoint"])), there.regions, (there.geometry,)))
-        parts = plan(layout, other, {"kv": (np.array(asked["mine"], np.int64), np.array(asked["theirs"], np.int64))})
+        pages = np.array(asked["mine"], np.int64), np.array(asked["theirs"], np.int64)
+        parts = plan(layout, other, {"kv": pages}, whole((pool.geometry,))).descriptors()
         arrays = (parts.local_region, parts.remote_region, parts.local_offset, parts.remote_offset, parts.length)
         state = backend.kvcore_transfer(Transfer(RoomKey("prefill", 1, 0, 1), asked["id"], *arrays, layout.base, other.base))
         print(json.dumps(state.kind.value), file=answers, flush=True)

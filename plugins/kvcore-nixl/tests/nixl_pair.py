@@ -16,6 +16,7 @@ from kvcore_nixl.options import NixlOptions
 
 from kvcore import TicketState, Transfer
 from kvcore.hookspecs import PENDING
+from kvcore.mapping import whole
 from kvcore.planner import plan
 from kvcore.states import RoomKey
 from tests import engine_nodes
@@ -62,7 +63,7 @@ class Pair:
         """A transfer of pages as the core makes it."""
         to = to or self.decode
         here, there = self.prefill.pool.indices(mine), to.pool.indices(theirs)
-        parts = plan(self.prefill.layout, to.layout, {"kv": (here, there)})
+        parts = plan(self.prefill.layout, to.layout, {"kv": (here, there)}, whole((to.pool.geometry,))).descriptors()
         arrays = (parts.local_region, parts.remote_region, parts.local_offset, parts.remote_offset, parts.length)
         room = RoomKey("prefill", next(numbers), 0, 1)
         return Transfer(room, to.name, *arrays, self.prefill.layout.base, to.layout.base, 1, "kv", here, there)
