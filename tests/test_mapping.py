@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -163,7 +165,7 @@ ALONE = Place()
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"name": "vk"}, "pools ('kv',) here and ('vk',) there"),
+        ({"name": "vk"}, "pools ['kv'] here and ['vk'] there"),
         ({"page_size": 32}, "page_size is 16 here and 32 there"),
         ({"dtype": "bfloat16"}, "dtype is 'float16' here and 'bfloat16' there"),
         ({"page_bytes": (64, 128)}, "page_bytes of layer 1 is 64 here and 128 there"),
@@ -194,7 +196,7 @@ def heads(total: int, page_bytes: int, dim: int = 2) -> PoolGeometry:
     [
         (KV, KV, Place(tp_size=2), Place(), "an opaque page needs tp sizes that are equal, and they are 2 and 1"),
         (heads(8, 16), heads(8, 16), Place(tp_size=2), Place(tp_size=3), "8 heads cannot be shared out over tp 3"),
-        (heads(8, 16), heads(8, 16), Place(tp_size=2), Place(), "page_bytes of a head of layer 0 is 4 here and 2 there"),
+        (heads(8, 16), heads(8, 64), Place(tp_size=2), Place(), "page_bytes of a head of layer 0 is 4 here and 8 there"),
         (heads(8, 15), heads(8, 30), Place(tp_size=2), Place(), "region 0 has pages of 15 bytes"),
         (heads(8, 16), heads(6, 12), Place(tp_size=2), Place(tp_size=2), "layout is Heads(total=8"),
     ],

@@ -80,6 +80,12 @@ class Drained(RoomMessage, frozen=True, tag="drained"):
     expired: bool = False
 
 
+class Relay(RoomMessage, frozen=True, tag="relay"):
+    """S to R: another rank of your group has failed; sent where this rank's own verdict was SUCCESS (T5)."""
+
+    reason: Reason | None = None
+
+
 ToSender = Join | Destination | Ack | Abort
-ToReceiver = Here | Status | Which | Drained
+ToReceiver = Here | Status | Which | Drained | Relay
 AnyRoomMessage = ToSender | ToReceiver

@@ -30,7 +30,7 @@ from kvcore.protocol.events import (
     cleared,
     timed_out,
 )
-from kvcore.protocol.messages import Ack, Drained, Here, Status, Which
+from kvcore.protocol.messages import Ack, Drained, Here, Relay, Status, Which
 from kvcore.protocol.receiver_state import Drain, Life, Receiver, Source, Unrouted, ask, tell, timers
 from kvcore.states import FailureCode, KVPoll, Reason
 
@@ -231,6 +231,15 @@ class _Turn:
         if message.expired and drain.published:
             self.keep(replace(drain, asking=False))
 
+    def on_relay(self, event: Got) -> None:
+        """Another rank of this group failed. This room fails with it, also where every rank that is left would succeed (T5)."""
+        message = event.message
+        assert isinstance(message, Relay)
+        life = self.live(message.rg)
+        source = life.source(event.source.instance) if life is not None else None
+        if source is not None and source.sg == message.sg:
+            self.fail(message.reason or Reason(FailureCode.ABORTED, "another rank failed", "decode", self.state.rank))
+
     # --- peers and timers
 
     def on_lost(self, event: Lost) -> None:
@@ -304,6 +313,7 @@ _HANDLERS: dict[type, Callable[[_Turn, Any], None]] = {
     Status: _Turn.on_status,
     Which: _Turn.on_which,
     Drained: _Turn.on_drained,
+    Relay: _Turn.on_relay,
     Lost: _Turn.on_lost,
     Fenced: _Turn.on_fenced,
     Timeout: _Turn.on_timeout,

@@ -39,6 +39,7 @@ RECEIVER = """\
 | Status(S) | | = | T, S | =, S | = | = |
 | Status(F) | | =, F | =, F | =, F | = | = |
 | no such room | | =, F | = | = | = | = |
+| Relay | | F | F | F | = | = |
 | its limit | | F | F | F | | |
 | peer lost | = | =, F | =, F | =, F | = | = |
 | anything else | = | = | = | = | = | = |
@@ -65,6 +66,7 @@ TO_RECEIVER = """\
 | Which | | Abort, - | Abort, - |
 | Drained | | - | - |
 | Drained(expired) | | - | - |
+| Relay | Abort, - | - | - |
 """
 
 TABLES = (SENDER, RECEIVER, TO_SENDER, TO_RECEIVER)

@@ -151,9 +151,8 @@ class Model:
         return Proc(side, rank, run, (facts.Sender if side == "S" else facts.Receiver)(ROOM, rank=rank))
 
     def party(self, instance: str, seen_by: Proc) -> ev.Party:
-        size = self.scope.senders if instance[0] == "S" else self.scope.receivers
         rank = int(instance[1:].partition(".")[0])
-        return ev.Party(instance, rank, size, dict(seen_by.expired).get(instance, 0))
+        return ev.Party(instance, rank, self.scope.receivers, dict(seen_by.expired).get(instance, 0))
 
     def own_actions(self, proc: Proc) -> Iterator[Action]:
         """What may happen to a process whatever the others do."""
@@ -214,7 +213,7 @@ class Model:
             return
         senders = tuple(self.party(other.instance, proc) for other in procs if other.side == "S")
         for generation in generations:
-            yield Action("route", (ev.Route(generation, senders, self.scope.receivers),))
+            yield Action("route", (ev.Route(generation, senders),))
 
 
 def reason(proc: Proc, text: str) -> Reason:
