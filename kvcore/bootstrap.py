@@ -20,6 +20,7 @@ EXPIRY_S = 15.0
 
 RANKS_PATH = "/v1/ranks"
 GROUP_PATH = "/v1/group"
+ROOMS_PATH = "/v1/rooms"
 
 Word = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[!-~]+\Z")]
 """Printable ASCII without blanks: it is logged, so it may not forge lines."""

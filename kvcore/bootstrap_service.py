@@ -3,6 +3,7 @@
 ====== ================= ==============================================================================
 POST   /v1/ranks         register a rank (JSON of ``RankInfo``); 200, 400 wrong, 409 held by another instance
 GET    /v1/group         200 ``{"size", "ranks"}`` once complete; before 503 ``{"error", "registered", "missing"}``
+POST   /v1/rooms         200 ``whereabouts.Found`` for an ``Announcement`` of rooms, or a question for them; 400 wrong
 GET    /v1/ranks/N       200 one rank; 503 not registered yet; 404 no such rank
 GET    /health           200 ``{"status", "size", "registered"}``
 ====== ================= ==============================================================================
@@ -19,10 +20,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvcore.bootstrap import EXPIRY_S, GROUP_PATH, MAX_BODY_BYTES, RANKS_PATH, Group, RankInfo, read
+from kvcore.bootstrap import EXPIRY_S, GROUP_PATH, MAX_BODY_BYTES, RANKS_PATH, ROOMS_PATH, Group, RankInfo, read
 from kvcore.errors import ConfigError
 from kvcore.http import Refusal
 from kvcore.layouts import MAX_RANKS
+from kvcore.whereabouts import Announcement, RoomBook
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -106,6 +108,7 @@ class BootstrapService:
 
     def __init__(self, size: int, *, expiry_s: float = EXPIRY_S) -> None:
         self._table = RankTable(size, expiry_s=expiry_s)
+        self._book = RoomBook(expiry_s=expiry_s)
 
     def app(self) -> web.Application:
         """The routes, with the size limit on bodies."""
@@ -115,12 +118,13 @@ class BootstrapService:
         app.router.add_post(RANKS_PATH, self._register)
         app.router.add_get(RANKS_PATH + "/{rank}", self._rank)
         app.router.add_get(GROUP_PATH, self._group)
+        app.router.add_post(ROOMS_PATH, self._rooms)
         app.router.add_get("/health", self._health)
         return app
 
     def sizes(self) -> dict[str, int]:
-        """Entries held: ``bootstrap_ranks``."""
-        return {"bootstrap_ranks": len(self._table)}
+        """Entries held."""
+        return {"bootstrap_ranks": len(self._table), "bootstrap_rooms": len(self._book)}
 
     async def _register(self, request: web.Request) -> web.Response:
         body = await request.read()
@@ -139,6 +143,14 @@ class BootstrapService:
         if info is None:
             raise Refusal(503, f"rank {text} is not registered yet")
         return _json(info)
+
+    async def _rooms(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        try:
+            asked = read(body, Announcement)
+        except ValueError as error:
+            raise Refusal(400, f"not a list of rooms: {error}") from error
+        return _json(self._book.answer(asked))
 
     async def _group(self, _request: web.Request) -> web.Response:
         return _json(self._table.group())

@@ -39,6 +39,7 @@ from kvcore.routes import Routes, Search
 from kvcore.slow import SlowThread
 from kvcore.states import FailureCode, KVPoll, Reason, RoomId, RoomKey, Side
 from kvcore.stats import ManagerStats
+from kvcore.whereabouts import Announcer, Whereabouts
 from kvcore.wire import VERSION, Hello, Introduction, RegionInfo, RoomBody, checked
 
 log = logging.getLogger("kvcore.core")
@@ -72,6 +73,7 @@ class Core:
         self._metrics = Metrics()
         self._limits_log = LimitsLog(log)
         self._service: BootstrapService | None = None
+        self._announcer: Announcer | None = None
         try:
             self._start()
         except BaseException:
@@ -120,7 +122,7 @@ class Core:
         self._http = HttpThread()
         self._undo.append(self._http.stop)
         self._directory = Directory(self._http)
-        self.routes = Routes(self._directory, self._peers, self.channel.call)
+        self.routes = Routes(self._directory, Whereabouts(self._http), self._peers, self.channel.call)
         self.channel.start()
         self._ledger.open()
         self._http.start()
@@ -148,6 +150,10 @@ class Core:
         registrar = Registrar(self._http, addresses.parse(self.address, "bootstrap"), info)
         self._undo.append(registrar.stop)
         registrar.start()
+        if me.place.dp_size > 1 and me.place.rank == 0:
+            self._announcer = Announcer(self._http, addresses.parse(self.address, "bootstrap"), me.place.dp_rank, self.table.waiting)
+            self._undo.append(self._announcer.stop)
+            self._announcer.start()
 
     # --- for people
 
@@ -218,18 +224,19 @@ class Core:
         """Find a receiver's sender ranks."""
         search = Search(
             room.group.address,
-            lambda group: self._expected(room, group),
+            room.id,
+            room.group.dp_rank,
+            lambda group, dp_rank: self._expected(room, group, dp_rank),
             lambda: self.table.seeks_route(room),
             lambda peers: self._found(room, peers),
             lambda code, text: self._fail(room, code, text),
         )
         self.channel.call(lambda: self.routes.find(search))
 
-    def _expected(self, room: Room, group: Group) -> tuple[RankInfo, ...]:
+    def _expected(self, room: Room, group: Group, dp_rank: int) -> tuple[RankInfo, ...]:
         """The ranks of a prefill group that have to do with this one in that room."""
         sizes = group.ranks[0].place
-        dp_rank = 0 if sizes.dp_size == 1 and room.group.dp_rank is None else room.group.dp_rank
-        if dp_rank is None or dp_rank >= sizes.dp_size:
+        if dp_rank >= sizes.dp_size:
             raise ValueError(f"dp_rank is {dp_rank} and it has {sizes.dp_size} data-parallel ranks; name the one that serves the room")
         ranks = group.of(dp_rank)
         pools = tuple((pool.name, pool.layout) for pool in self.pools.values())
@@ -279,6 +286,8 @@ class Core:
             self._limits_log.ended(room.key.side, reason)
         if room.key.side == "decode":
             self._ledger.wake()
+        elif old is None and self._announcer is not None:
+            self._announcer.announce(room.id)
         self.event("status", room.key, state=state.name, reason=str(reason or ""))
 
     def wake_by(self, when: float) -> None:

@@ -304,6 +304,10 @@ class RoomTable:
             slots = [(side, room, slot.state, slot.room) for (side, room), slot in self._slots.items()]
         return iter(slots)
 
+    def waiting(self) -> list[RoomId]:
+        """Senders here that no destination has met yet."""
+        return [room for side, room, _, record in self.states() if side == "prefill" and record and record.status is KVPoll.BOOTSTRAPPING]
+
     def tickets_towards(self) -> set[str]:
         """The instances that tickets here are, or may still be, in flight to."""
         return {flight.pair.peer for _, _, state, _ in self.states() if isinstance(state, sender_state.Sender) for flight in state.flights}

@@ -9,7 +9,8 @@ from kvcore.bootstrap import Group, LookupFailure, RankInfo
 from kvcore.bootstrap_client import Directory
 from kvcore.pairing import Peer
 from kvcore.peers import Peers
-from kvcore.states import FailureCode
+from kvcore.states import FailureCode, RoomId
+from kvcore.whereabouts import Whereabouts
 
 
 @dataclass(eq=False, slots=True)
@@ -18,7 +19,9 @@ class Search:
     takes, or raises ``ValueError`` if that group cannot serve it."""
 
     address: str
-    expects: Callable[[Group], tuple[RankInfo, ...]]
+    room: RoomId
+    dp_rank: int | None
+    expects: Callable[[Group, int], tuple[RankInfo, ...]]
     wanted: Callable[[], bool]
     found: Callable[[list[Peer]], None]
     failed: Callable[[FailureCode, str], None]
@@ -26,6 +29,7 @@ class Search:
     group: Group | None = None
     expected: tuple[RankInfo, ...] = ()
     peers: dict[int, Peer] = field(default_factory=dict)
+    unlocate: Callable[[], None] = lambda: None
     asked_again: bool = False
     over: bool = False
 
@@ -49,8 +53,10 @@ class _RankWaiter:
 class Routes:
     """Searches under way. Runs on the control thread but for the lookup itself."""
 
-    def __init__(self, directory: Directory, peers: Peers, on_control: Callable[[Callable[[], None]], None]) -> None:
-        self._directory, self._peers, self._on_control = directory, peers, on_control
+    def __init__(
+        self, directory: Directory, whereabouts: Whereabouts, peers: Peers, on_control: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self._directory, self._whereabouts, self._peers, self._on_control = directory, whereabouts, peers, on_control
         self._searches: dict[Search, None] = {}
         self._groups: dict[str, Group] = {}
         """Groups that paired instances were found through, to be forgotten with them."""
@@ -69,8 +75,21 @@ class Routes:
         if isinstance(result, LookupFailure):
             return self.end(search, FailureCode.PEER_LOST, str(result))
         search.group = result
+        dp_rank = 0 if result.ranks[0].place.dp_size == 1 and search.dp_rank is None else search.dp_rank
+        if dp_rank is not None:
+            return self._located(search, result, dp_rank)
+
+        def located(found: int) -> None:
+            self._on_control(lambda: self._located(search, result, found))
+
+        search.unlocate = self._whereabouts.locate(search.address, search.room, located)
+
+    def _located(self, search: Search, group: Group, dp_rank: int) -> None:
+        """It is known which data-parallel rank has the room."""
+        if search.over or search.group is not group:
+            return
         try:
-            search.expected = search.expects(result)
+            search.expected = search.expects(group, dp_rank)
         except ValueError as error:
             return self.end(search, FailureCode.INCOMPATIBLE, f"prefill group {search.address}: {error}")
         for info in search.expected:
@@ -95,6 +114,7 @@ class Routes:
         if not search.asked_again:
             search.asked_again = True
             search.group = None
+            search.unlocate()
             search.peers.clear()
             return self._look_up(search)
         text = f"expected instance {info.instance} at {info.control} and found {peer.instance}; does {search.address} belong to that group?"
@@ -113,6 +133,7 @@ class Routes:
         search.over = True
         self._searches.pop(search, None)
         self._directory.drop(search.token)
+        search.unlocate()
 
     def prune(self) -> None:
         """Drop searches that no room wants any more."""
@@ -134,5 +155,5 @@ class Routes:
     def sizes(self) -> dict[str, int]:
         """Entries held."""
         return {"searches": len(self._searches), "groups": len(self._groups)} | {
-            f"directory_{name}": size for name, size in self._directory.sizes().items()
+            f"directory_{name}": size for name, size in (self._directory.sizes() | self._whereabouts.sizes()).items()
         }

@@ -16,6 +16,8 @@ from kvcore.faults import ControlTap
 from kvcore.pairing import Peer, Waiter
 from kvcore.peers import Peers
 from kvcore.routes import Routes, Search
+from kvcore.states import RoomId
+from kvcore.whereabouts import Whereabouts
 from kvcore.wire import Join, Letter
 from tests.helpers import Duo, ended, manager, memory, number, stays, wait_until
 
@@ -78,7 +80,9 @@ class Asked:
 
     def __init__(self) -> None:
         self.directory, self.peers = FakeDirectory(), FakePeers()
-        self.routes = Routes(cast(Directory, self.directory), cast(Peers, self.peers), lambda call: call())
+        self.routes = Routes(
+            cast(Directory, self.directory), cast(Whereabouts, SimpleNamespace(sizes=dict)), cast(Peers, self.peers), lambda call: call()
+        )
         self.wanted = True
         self.found: list[list[Peer]] = []
         self.failures: list[tuple[FailureCode, str]] = []
@@ -88,7 +92,9 @@ class Asked:
         self.routes.find(
             Search(
                 ADDRESS,
-                lambda group: group.ranks,
+                RoomId(1),
+                None,
+                lambda group, _dp_rank: group.ranks,
                 lambda: self.wanted,
                 self.found.append,
                 lambda code, text: self.failures.append((code, text)),
