@@ -245,9 +245,18 @@ class Core:
     def _found(self, room: Room, peers: list[Peer]) -> None:
         """A receiver's sender ranks are known and paired."""
         missing = mapping.uncovered([pool.geometry for pool in self.pools.values()], [peer.intro.pools for peer in peers])
+        room.layer_sources = self._writers(room, peers)
         self.table.apply("decode", room.id, ev.Route(room.key.generation, tuple(peer.party(room.id.number) for peer in peers)))
         if missing is not None:
             self._fail(room, FailureCode.INCOMPATIBLE, f"{missing}; give the prefill stages all layers")
+
+    def _writers(self, room: Room, peers: list[Peer]) -> Mapping[int, frozenset[str]]:
+        """The instances that write each layer of a room here."""
+        writers: dict[int, set[str]] = {}
+        for peer in peers:
+            for layer in peer.layers(room.id.number):
+                writers.setdefault(layer, set()).add(peer.instance)
+        return {layer: frozenset(names) for layer, names in writers.items()}
 
     def _fail(self, room: Room, code: FailureCode, text: str) -> None:
         self.table.apply(room.key.side, room.id, ev.Fail(room.key.generation, Reason.of(code, text, room.key.side, self.rank)))

@@ -193,13 +193,17 @@ class Handle:
 class Sender(Handle):
     """The prefill side of a room."""
 
-    def send(self, pages: Pages, last: bool = False, ready: Ready | None = None, record: bytes = b"") -> None:
+    def send(self, pages: Pages, last: bool = False, ready: Ready | None = None, record: bytes = b"", layers: range | None = None) -> None:
         """Hand over a chunk: a mapping of pool name to page indices, or the indices of the only pool; may be empty (T1).
 
+        ``layers``: only these of the pages, by layer id; each layer has a sequence of its own then, and the room ends when every layer of
+        every page is in. They must stand at the same page of it.
         ``ready``: an object whose ``query()`` says that the pages are filled (T4). ``record``: with ``last``, at most 64 KiB that
         arrive with the end of the room. Copies the indices, never blocks; does nothing on an ended room. Raises ``PageError`` for
         wrong arguments and for a chunk after the last.
         """
+        if layers is not None and not isinstance(layers, range):
+            raise PageError(f"room {self._room.id}: layers is {shown(layers)}; pass a range of layer ids, or None for all")
         record = self._plain(record)
         if record and not last:
             raise PageError(f"room {self._room.id}: a record goes with the last chunk; pass last=True or send it later")
@@ -215,14 +219,42 @@ class Sender(Handle):
             if life.last:
                 raise PageError(f"room {room.id}: the last chunk was handed over already; open another attempt to send more")
             if chosen:
-                offset = {name: room.pages.get(name, 0) for name in chosen}
-                room.chunks.append(Chunk(chosen, offset, ready))
-            counts = tuple((name, int(indices.size)) for name, indices in chosen.items())
-            for name, count in counts:
-                room.pages[name] = room.pages.get(name, 0) + count
-            room.meter.pages += sum(count for _, count in counts)
+                offset = {name: self._stand(name, layers) for name in chosen}
+                for name, indices in chosen.items():
+                    self._pages(name)[self._of(name, layers)] += indices.size
+                room.chunks.append(Chunk(chosen, offset, ready, layers))
+            room.meter.pages += sum(indices.size for indices in chosen.values())
             room.meter.chunks += 1
-            table.apply("prefill", room.id, ev.Hand(self.generation, counts, bool(last), record))
+            counts = tuple((name, int(pages.min()), int(pages.max())) for name, pages in room.pages.items()) if chosen else ()
+            covered = tuple(layers) if layers is not None and chosen else ()
+            table.apply("prefill", room.id, ev.Hand(self.generation, counts, bool(last), record, covered, self._full()))
+
+    def _pages(self, name: str) -> Indices:
+        """Pages of a pool handed over so far, per layer of it."""
+        return self._room.pages.setdefault(name, np.zeros(len(self._owner.pools[name].layers), np.int64))
+
+    def _of(self, name: str, layers: range | None) -> slice | npt.NDArray[np.bool_]:
+        """Which of a pool's layers a chunk is of."""
+        return slice(None) if layers is None else np.isin(self._owner.pools[name].layers, layers)
+
+    def _stand(self, name: str, layers: range | None) -> int:
+        """Where a chunk stands in the sequence of its layers; ``PageError`` if these differ, or the pool has none of them."""
+        found = np.unique(self._pages(name)[self._of(name, layers)])
+        if found.size == 1:
+            return int(found[0])
+        what = f"room {self._room.id}: pool {shown(name)}: {'its layers' if layers is None else shown(layers)}"
+        if found.size:
+            raise PageError(f"{what} stand at different pages, {found.tolist()}; send layers apart that are at the same page")
+        raise PageError(f"{what} has no layer of the pool; choose from {shown(self._owner.pools[name].layers)}")
+
+    def _full(self) -> tuple[int, ...]:
+        """Layers of which as many pages are handed over as of any."""
+        behind, known = set(), set()
+        for name, pages in self._room.pages.items():
+            layers = np.array(self._owner.pools[name].layers)
+            known |= set(layers.tolist())
+            behind |= set(layers[pages < pages.max()].tolist())
+        return tuple(sorted(known - behind))
 
     def _plain(self, record: object) -> bytes:
         """The bytes of a record, whatever holds them; a number would make that many zeros."""
@@ -286,6 +318,14 @@ class Receiver(Handle):
                     f"room {self._room.id}: prefix_pages of pool {shown(name)} is {shown(count)}; pass a number of pages, 0 or more"
                 )
         return {name: int(count) for name, count in given.items()}
+
+    def layers_ready(self) -> frozenset[int]:
+        """Layers that are complete for all pages announced so far, where the sender hands layers over apart; all after SUCCESS."""
+        life, writers = self._room.life, self._room.layer_sources
+        assert isinstance(life, ReceiverLife)
+        said = {source.party.instance: frozenset(source.layers) for source in life.sources}
+        done = {source.party.instance for source in life.sources if source.state is KVPoll.SUCCESS}
+        return frozenset(layer for layer, names in writers.items() if all(name in done or layer in said.get(name, ()) for name in names))
 
     @property
     def record(self) -> bytes | None:

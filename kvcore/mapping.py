@@ -43,6 +43,19 @@ class Share:
     def __len__(self) -> int:
         return self.length.size
 
+    def of_layers(self, layers: Sequence[int], wanted: range) -> Share:
+        """Only some layers; ``layers`` has that of each region of the pool."""
+        keep = np.array([layers[region] in wanted for region in self.local_region.tolist()], np.bool_)
+        return Share(
+            self.local_region[keep], self.remote_region[keep], self.local_base[keep], self.remote_base[keep],
+            self.count[keep], self.local_stride[keep], self.remote_stride[keep], self.length[keep], self.whole,
+        )  # fmt: skip
+
+    def is_all(self, regions_here: int, regions_there: int) -> bool:
+        """Whether it is all of each page, from every region to the one in the same place."""
+        alike = self.whole and len(self) == regions_here == regions_there
+        return alike and bool((self.local_region == self.remote_region).all())
+
     @property
     def page_bytes(self) -> int:
         """Bytes of one page that it writes, in all regions."""

@@ -89,6 +89,8 @@ class Pool:
         self.page_size = int(page_size)
         self.dtype = str(dtype)
         self.layout = layout
+        self.layers = tuple(sorted({region.layer for region in regions}))
+        """Ids of the layers it has."""
         self._owners = tuple(owners)  # keeps the memory alive as long as the pool
 
     @classmethod

@@ -39,6 +39,7 @@ class Peer:
     excused: float = 0.0
     pinged: float = 0.0
     _shares: dict[int, Mapping[str, Share]] = field(default_factory=dict)
+    _layers: dict[int, frozenset[int]] = field(default_factory=dict)
 
     @property
     def instance(self) -> str:
@@ -50,6 +51,16 @@ class Peer:
         pools = tuple((pool.name, pool.layout) for pool in prefill.pools)
         met = mapping.destinations(pools, prefill.place, decode.place, room)
         return Party(self.intro.instance, self.intro.place.rank, len(met), self.expired)
+
+    def layers(self, room: int) -> frozenset[int]:
+        """Layers that this prefill rank, seen from decode, writes here in that room."""
+        turn = room % self.intro.place.tp_size
+        if turn not in self._layers:
+            shares = mapping.shares(self.intro.pools, self.mine.pools, self.intro.place, self.mine.place, turn)
+            pools = {pool.name: pool.layers for pool in self.intro.pools}
+            found = {pools[name][region] for name, share in shares.items() for region in share.local_region.tolist()}
+            self._layers[turn] = frozenset(found)
+        return self._layers[turn]
 
     def shares(self, room: int) -> Mapping[str, Share]:
         """What this prefill rank writes to it of each pool's pages in that room."""

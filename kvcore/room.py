@@ -25,11 +25,13 @@ class Ready(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """Pages handed over with one ``send``: per pool the source indices and where they stand in the sender's sequence."""
+    """Pages handed over with one ``send``: per pool the source indices and where they stand in the sender's sequence. ``layers``: those
+    it is of; None: all."""
 
     pages: Mapping[str, Indices]
     offset: Mapping[str, int]
     ready: Ready | None
+    layers: range | None = None
 
 
 class PrefillGroup(NamedTuple):
@@ -53,8 +55,10 @@ class Room:
     group: PrefillGroup = NOWHERE
     """Receiver: whose ranks it expects."""
     chunks: list[Chunk] = field(default_factory=list)
-    pages: dict[str, int] = field(default_factory=dict)
-    """Pages handed over so far, per pool."""
+    pages: dict[str, Indices] = field(default_factory=dict)
+    """Pages handed over so far, per pool and layer of it."""
+    layer_sources: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    """Receiver: the sender ranks that write each layer."""
     cleared: bool = False
     unproven: bool = False
     history: list[tuple[float, str]] = field(default_factory=list)

@@ -97,10 +97,17 @@ Pages = Mapping[str, tuple[Indices, Indices]]
 
 def _transfers(entry: Entry, local: Layout, peer: PeerView, capabilities: Capabilities, pages: Pages) -> Iterator[Transfer]:
     shares = peer.shares(entry.room.id.number)
+    if entry.chunk.layers is not None:
+        shares = {pool: share.of_layers(local.pools[pool].geometry.layers, entry.chunk.layers) for pool, share in shares.items()}
+        shares = {pool: share for pool, share in shares.items() if len(share)}
     for batch in _batches(shares, pages, capabilities):
         parts = list(split(plan(local, peer.layout, batch, shares), capabilities.max_descriptors, capabilities.max_bytes))
         pool, (mine, theirs) = next(iter(batch.items()))
-        named = capabilities.descriptors == "pages" and len(parts) == 1 and shares[pool].whole
+        named = (
+            capabilities.descriptors == "pages"
+            and len(parts) == 1
+            and shares[pool].is_all(*(side.pools[pool].page_bytes.size for side in (local, peer.layout)))
+        )
         for part in parts:
             each = part.descriptors()
             arrays = (each.local_region, each.remote_region, each.local_offset, each.remote_offset, each.length)

@@ -14,7 +14,7 @@ from msgspec import Meta
 from kvcore import errors
 from kvcore.layouts import Place
 from kvcore.memory import PoolGeometry, Region
-from kvcore.protocol.messages import Abort, Ack, Destination, Drained, Here, Join, Relay, Status, Which
+from kvcore.protocol.messages import Abort, Ack, Destination, Drained, Here, Join, Layers, Relay, Status, Which
 from kvcore.states import FailureCode
 
 VERSION = (1, 0)
@@ -114,7 +114,7 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
 
 
 PeerBody = Hello | Welcome | Refuse | Stranger | Ping
-RoomBody = Join | Here | Destination | Status | Ack | Abort | Which | Drained | Relay
+RoomBody = Join | Here | Destination | Status | Ack | Abort | Which | Drained | Layers | Relay
 Body = PeerBody | RoomBody
 
 

@@ -49,12 +49,15 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Hand:
-    """Sender: a chunk was handed over. ``pages`` counts its pages by pool, without zeros; an empty chunk has none."""
+    """Sender: a chunk was handed over. ``pages`` says how many pages of each pool are handed over now, in the layer that has the fewest
+    and in that which has the most; an empty chunk has none. ``layers``: those it is of (empty: all); ``full``: those that have the most."""
 
     generation: int
-    pages: tuple[tuple[str, int], ...]
+    pages: tuple[tuple[str, int, int], ...]
     last: bool
     record: bytes = b""
+    layers: tuple[int, ...] = ()
+    full: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,13 @@ class Drained(RoomMessage, frozen=True, tag="drained"):
     expired: bool = False
 
 
+class Layers(RoomMessage, frozen=True, tag="layers"):
+    """S to R: these layers are complete for all pages announced so far. ``step`` grows; neither kept nor acknowledged."""
+
+    step: Count = 0
+    layers: Annotated[tuple[Count, ...], Meta(max_length=4096)] = ()
+
+
 class Relay(RoomMessage, frozen=True, tag="relay"):
     """S to R: another rank of your group has failed; sent where this rank's own verdict was SUCCESS (T5)."""
 
@@ -87,5 +94,5 @@ class Relay(RoomMessage, frozen=True, tag="relay"):
 
 
 ToSender = Join | Destination | Ack | Abort
-ToReceiver = Here | Status | Which | Drained | Relay
+ToReceiver = Here | Status | Which | Drained | Layers | Relay
 AnyRoomMessage = ToSender | ToReceiver

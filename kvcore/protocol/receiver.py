@@ -30,7 +30,7 @@ from kvcore.protocol.events import (
     cleared,
     timed_out,
 )
-from kvcore.protocol.messages import Ack, Drained, Here, Relay, Status, Which
+from kvcore.protocol.messages import Ack, Drained, Here, Layers, Relay, Status, Which
 from kvcore.protocol.receiver_state import Drain, Life, Receiver, Source, Unrouted, ask, tell, timers
 from kvcore.states import FailureCode, KVPoll, Reason
 
@@ -231,6 +231,15 @@ class _Turn:
         if message.expired and drain.published:
             self.keep(replace(drain, asking=False))
 
+    def on_layers(self, event: Got) -> None:
+        """A sender rank says which layers are in; the latest word counts."""
+        message = event.message
+        assert isinstance(message, Layers)
+        life = self.live(message.rg)
+        source = life.source(event.source.instance) if life is not None else None
+        if life is not None and source is not None and source.published and source.sg == message.sg and source.step < message.step:
+            self.set_source(life, replace(source, step=message.step, layers=message.layers))
+
     def on_relay(self, event: Got) -> None:
         """Another rank of this group failed. This room fails with it, also where every rank that is left would succeed (T5)."""
         message = event.message
@@ -313,6 +322,7 @@ _HANDLERS: dict[type, Callable[[_Turn, Any], None]] = {
     Status: _Turn.on_status,
     Which: _Turn.on_which,
     Drained: _Turn.on_drained,
+    Layers: _Turn.on_layers,
     Relay: _Turn.on_relay,
     Lost: _Turn.on_lost,
     Fenced: _Turn.on_fenced,

@@ -21,6 +21,9 @@ class Source:
     sg: int = 0
     published: bool = False
     state: KVPoll = KVPoll.BOOTSTRAPPING
+    step: int = 0
+    layers: tuple[int, ...] = ()
+    """Those it said last are complete, and how many of its tickets had ended then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from kvcore.protocol.events import (
     cleared,
     timed_out,
 )
-from kvcore.protocol.messages import Abort, Ack, Destination, Here, Join, Relay, Which
+from kvcore.protocol.messages import Abort, Ack, Destination, Here, Join, Layers, Relay, Which
 from kvcore.protocol.sender_state import Dest, Flight, Life, Sender, timers
 from kvcore.protocol.sender_turn import Turn
 from kvcore.states import FailureCode, KVPoll, Reason
@@ -60,11 +60,10 @@ class _Turn(Turn):
         life = self.live(event.generation)
         if life is None or life.last:
             return
-        counts = dict(life.pages)
-        for pool, count in event.pages:
-            counts[pool] = counts.get(pool, 0) + count
-        chunks = life.chunks + bool(event.pages)
-        life = replace(life, handed=True, last=event.last, record=event.record, chunks=chunks, pages=tuple(counts.items()))
+        life = replace(life, handed=True, last=event.last, record=event.record)
+        if event.pages:
+            layered = (*life.layered, (life.chunks + 1, event.layers)) if event.layers else life.layered
+            life = replace(life, chunks=life.chunks + 1, pages=event.pages, layered=layered, full=event.full if layered else ())
         self.set_life(life)
         if not life.complete or not self.fits(life):
             return
@@ -248,9 +247,21 @@ class _Turn(Turn):
             return
         if not event.ok:
             return self.fail(event.reason or Reason(FailureCode.BACKEND, "the backend gave no reason", "prefill", self.state.rank))
-        dests = tuple(replace(dest, ok=dest.ok + 1) if life.pair(dest) == event.pair else dest for dest in life.dests)
+        dests = tuple(self.ticket_done(life, dest) if life.pair(dest) == event.pair else dest for dest in life.dests)
         self.set_life(replace(life, dests=dests))
         self.settle()
+
+    def ticket_done(self, life: Life, dest: Dest) -> Dest:
+        """One more ticket towards a destination has ended well; it is told if that made layers complete."""
+        dest = replace(dest, ok=dest.ok + 1)
+        if not life.layered:
+            return dest
+        pair, room = life.pair(dest), self.state.room
+        flight = self.flight(pair)
+        ready = life.ready(flight.running if flight is not None else frozenset())
+        if ready != dest.ready:
+            self.out.append(Send(pair.peer, Layers(room.number, room.attempt, pair.rg, pair.sg, dest.ok, ready)))
+        return replace(dest, ready=ready)
 
     def on_lost(self, event: Lost) -> None:
         gone = event.instance

@@ -15,19 +15,23 @@ from kvcore.states import KVPoll, Reason, RoomId
 
 @dataclass(frozen=True, slots=True)
 class Dest:
-    """A bound destination rank. ``ok`` counts its tickets that ended well; ``done``: success was said (final)."""
+    """A bound destination rank. ``ok`` counts its tickets that ended well, ``ready`` are the layers it was told of last; ``done``: success
+    was said (final)."""
 
     party: Party
     rg: int
     pages: tuple[PoolPages, ...] = ()
     ok: int = 0
+    ready: tuple[int, ...] = ()
     done: bool = False
     expired: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """A stored lifetime. ``chunks`` counts the chunks with pages, ``pages`` their pages by pool; ``n_dest`` is 0 until it is named."""
+    """A stored lifetime. ``chunks`` counts the chunks with pages, ``pages`` says how many pages of each pool they have (in the layer with
+    the fewest, and with the most); ``n_dest`` is 0 until it is named. ``layered``: layers of the chunks that are of some only; ``full``:
+    layers of which all pages so far are handed over, once there is such a chunk."""
 
     generation: int
     state: KVPoll = KVPoll.BOOTSTRAPPING
@@ -36,7 +40,9 @@ class Life:
     dests: tuple[Dest, ...] = ()
     n_dest: int = 0
     chunks: int = 0
-    pages: tuple[tuple[str, int], ...] = ()
+    pages: tuple[tuple[str, int, int], ...] = ()
+    layered: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    full: tuple[int, ...] = ()
     handed: bool = False
     last: bool = False
     record: bytes = b""
@@ -49,14 +55,22 @@ class Life:
 
     def misfit(self) -> str | None:
         """How the pages handed over do not fit those of a destination, naming both numbers (T3); None while they may."""
-        handed = dict(self.pages)
+        handed = {pool: (fewest, most) for pool, fewest, most in self.pages}
         for dest in self.dests:
             listed = {item.pool: len(item.pages) // 4 for item in dest.pages}
             for pool in sorted(handed.keys() | listed.keys()):
-                mine, theirs = handed.get(pool, 0), listed.get(pool, 0)
-                if mine > theirs or (self.last and mine != theirs):
+                (fewest, most), theirs = handed.get(pool, (0, 0)), listed.get(pool, 0)
+                if most > theirs or (self.last and fewest != theirs):
+                    mine = f"{most}" if fewest == most else f"{fewest} to {most} (by layer)"
                     return f"pool {pool!r}: the sender handed over {mine} pages and destination rank {dest.party.rank} listed {theirs}"
         return None
+
+    def ready(self, running: frozenset[int]) -> tuple[int, ...]:
+        """Layers of which all pages handed over so far are in, where these chunks are still under way."""
+        layered = dict(self.layered)
+        if not running <= layered.keys():
+            return ()
+        return tuple(sorted(set(self.full).difference(*(layered[chunk] for chunk in running))))
 
     def dest(self, rank: int) -> Dest | None:
         """The bound destination of that rank."""

@@ -169,7 +169,7 @@ def check_state(modules: Modules, proc: Proc) -> None:
 def _old_handle(side: str, past: Past) -> list[tuple[ev.Event, str]]:
     """What the handle of a lifetime that has ended may still say."""
     generation = past.generation
-    more: ev.Event = ev.Hand(generation, (("kv", 1),), True) if side == "S" else ev.Receive(generation, ())
+    more: ev.Event = ev.Hand(generation, (("kv", 1, 1),), True) if side == "S" else ev.Receive(generation, ())
     clear: list[tuple[ev.Event, str]] = [] if past.stored else [(ev.Clear(generation), "C2")]
     return [*clear, (ev.Fail(generation, ev.cleared(ROOM, "prefill", 9)), "A3"), (more, "A5")]
 

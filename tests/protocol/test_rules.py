@@ -30,7 +30,7 @@ from kvcore.states import FailureCode, KVPoll, Reason, RoomId
 
 ROOM = RoomId(7)
 PAGE = (PoolPages("kv", bytes(4)),)
-CHUNK = (("kv", 1),)
+CHUNK = (("kv", 1, 1),)
 WHY = Reason(FailureCode.ABORTED, "enough", "decode")
 HERS = Reason(FailureCode.ABORTED, "stop", "prefill")
 
@@ -143,7 +143,7 @@ def test_s8_receive_starts_the_limit_anew() -> None:
 
 def test_t3_page_counts_that_differ_fail_the_room() -> None:
     prefill = Rank("S")
-    prefill.take(Open(1), Hand(1, (("kv", 2),), True), got(of(Join, 1, 0)))
+    prefill.take(Open(1), Hand(1, (("kv", 2, 2),), True), got(of(Join, 1, 0)))
     effects = prefill.take(got(of(Destination, 1, 1, PAGE, 1)))
     (status,) = sent(effects)
     assert status.reason.code is FailureCode.BAD_PAGES

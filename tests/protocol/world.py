@@ -164,7 +164,7 @@ class Model:
                 yield Action("abort", (ev.Fail(life.generation, reason(proc, f"abort of lifetime {life.generation}")),))
             if proc.side == "S" and proc.sent < len(scope.chunks):
                 pages, last = scope.chunks[proc.sent]
-                yield Action("send", (ev.Hand(life.generation, (("kv", 1),) if pages else (), last),))
+                yield Action("send", (ev.Hand(life.generation, (("kv", life.chunks + 1, life.chunks + 1),) if pages else (), last),))
             if proc.side == "R" and life.pages is None:
                 yield Action("receive", (ev.Receive(life.generation, self.listed(life.generation)),))
         for timer in self.modules.facts(proc.side).timers(proc.state):
