@@ -47,6 +47,12 @@ if TYPE_CHECKING:
         hookimpl as hookimpl,
     )
     from kvcore.installed import list_backends as list_backends
+    from kvcore.layouts import (
+        Heads as Heads,
+        Latent as Latent,
+        Opaque as Opaque,
+        SideRecord as SideRecord,
+    )
     from kvcore.manager import KVManager as KVManager
     from kvcore.memory import (
         Pool as Pool,
@@ -100,6 +106,12 @@ _NAMES = {
         "hookimpl",
     ),
     "kvcore.installed": ("list_backends",),
+    "kvcore.layouts": (
+        "Heads",
+        "Latent",
+        "Opaque",
+        "SideRecord",
+    ),
     "kvcore.manager": ("KVManager",),
     "kvcore.memory": (
         "Pool",

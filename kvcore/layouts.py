@@ -30,7 +30,7 @@ class Latent(msgspec.Struct, frozen=True, tag="latent"):
     """One copy for all heads, the same on every tensor-parallel rank (as in MLA)."""
 
 
-class Record(msgspec.Struct, frozen=True, tag="record"):
+class SideRecord(msgspec.Struct, frozen=True, tag="side"):
     """A side record, the same on every rank of a group, whatever its layers. The last pipeline stage writes it."""
 
 
@@ -38,7 +38,7 @@ class Opaque(msgspec.Struct, frozen=True, tag="opaque"):
     """Not stated: rank i's pages go to rank i, between groups of equal tensor-parallel size only."""
 
 
-PageLayout = Heads | Latent | Record | Opaque
+PageLayout = Heads | Latent | SideRecord | Opaque
 
 
 class Place(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import shown
-from kvcore.layouts import Heads, Opaque, PageLayout, Place, Record, heads_of
+from kvcore.layouts import Heads, Opaque, PageLayout, Place, SideRecord, heads_of
 from kvcore.memory import PoolGeometry
 
 U64 = npt.NDArray[np.uint64]
@@ -108,7 +108,7 @@ def why_not(mine: Sequence[PoolGeometry], theirs: Sequence[PoolGeometry], here: 
 def uncovered(decode: Sequence[PoolGeometry], sources: Sequence[Sequence[PoolGeometry]]) -> str | None:
     """Layers of a decode rank that no pipeline stage of the prefill group has, in words; None if there are none."""
     for pool in decode:
-        if isinstance(pool.layout, Record):
+        if isinstance(pool.layout, SideRecord):
             continue
         have = {key for source in sources for other in source if other.name == pool.name for key in _keys(other)}
         missing = sorted({layer for layer, part, _ in set(_keys(pool)) - have})
@@ -233,7 +233,7 @@ def _unit_bytes(pool: PoolGeometry, place: Place) -> list[int]:
 
 def _keys(pool: PoolGeometry) -> list[tuple[int, str, int]]:
     """What the regions are matched by: layer, part, and of those that have both alike their order."""
-    if isinstance(pool.layout, Record):
+    if isinstance(pool.layout, SideRecord):
         return [(0, "", number) for number in range(len(pool.page_bytes))]
     seen: dict[tuple[int, str], int] = {}
     keys = []
@@ -245,7 +245,7 @@ def _keys(pool: PoolGeometry) -> list[tuple[int, str, int]]:
 
 def _share(mine: PoolGeometry, theirs: PoolGeometry, prefill: Place, decode: Place, turn: int) -> Share:
     runs = [heads for writer, heads in _writers(mine.layout, *_tp(prefill, decode), turn)[decode.tp_rank] if writer == prefill.tp_rank]
-    if isinstance(mine.layout, Record) and prefill.pp_rank != prefill.pp_size - 1:
+    if isinstance(mine.layout, SideRecord) and prefill.pp_rank != prefill.pp_size - 1:
         runs = []
     at = {key: number for number, key in enumerate(_keys(theirs))}
     rows = [(number, at[key], heads) for number, key in enumerate(_keys(mine)) if key in at for heads in runs]

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import MOST_CAUSE, MOST_SHOWN, ConfigError, PageError, one_line, shown
-from kvcore.layouts import OPAQUE, Heads, Latent, Opaque, PageLayout, Record
+from kvcore.layouts import OPAQUE, Heads, Latent, Opaque, PageLayout, SideRecord
 
 T = TypeVar("T")
 Indices = npt.NDArray[np.int64]
@@ -68,8 +68,8 @@ class Pool:
         if not isinstance(name, str) or not isinstance(dtype, str):
             raise ConfigError(f"pool {shown(name)}: name and dtype {shown(dtype)} must be text")
         regions = [_plain(name, number, region) for number, region in enumerate(_listed(name, "regions", regions))]
-        if not isinstance(layout, Heads | Latent | Record | Opaque):
-            raise ConfigError(f"pool {shown(name)}: layout is {shown(layout)}; pass kvcore.Heads, Latent, Record or Opaque")
+        if not isinstance(layout, Heads | Latent | SideRecord | Opaque):
+            raise ConfigError(f"pool {shown(name)}: layout is {shown(layout)}; pass kvcore.Heads, Latent, SideRecord or Opaque")
         if not name or not regions:
             raise ConfigError(f"pool {shown(name)}: it has {len(regions)} regions; give it a name and at least one region")
         for number, region in enumerate(regions):

@@ -1,104 +1,49 @@
-"""The mapping of ranks against one global KV tensor cut by plain numpy slices, which knows nothing of kvcore."""
+"""The mapping of ranks against one global KV tensor cut by plain numpy slices (``ranks``)."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from kvcore.layouts import Heads, Latent, PageLayout, Place, Record
+from kvcore.layouts import Heads, Latent, Place, SideRecord
 from kvcore.mapping import destinations, shares, sources, uncovered, why_not
 from kvcore.memory import PoolGeometry, Region
 from kvcore.planner import Layout, plan, split
-
-TOKENS, DIM, PAGES, LAYERS = 2, 2, 5, 5
-"""Tokens of a page, bytes of a head of a token, pages of a pool, layers of the model."""
-
-
-@dataclass(frozen=True)
-class Model:
-    """KV heads of the model (0: one latent copy), and whether a side pool goes along."""
-
-    heads: int
-    side: bool = False
-
-
-MODELS = {"mha": Model(8), "gqa 8": Model(8), "gqa 2": Model(2), "mla": Model(0), "hybrid": Model(2, side=True)}
-
-
-# --- the oracle
-
-
-def whole(model: Model, order: str, side: str) -> np.ndarray:
-    """All of the model's KV on one side, with different bytes everywhere it matters: [layer, page, token, head, dim] in that order."""
-    shape = (LAYERS, PAGES, TOKENS, max(1, model.heads), DIM)
-    values = np.random.default_rng(1 if side == "prefill" else 2).integers(0, 256, shape, np.uint8)
-    return values if order == "token" else values.transpose(0, 1, 3, 2, 4)
-
-
-def cut(values: np.ndarray, model: Model, order: str, layers: list[int], tp: int, rank: int) -> np.ndarray:
-    """The part of it that one rank holds."""
-    if not model.heads:
-        return np.ascontiguousarray(values[layers])
-    first = rank * model.heads // tp
-    heads = slice(first, first + max(1, model.heads // tp))
-    return np.ascontiguousarray(values[layers][:, :, :, heads] if order == "token" else values[layers][:, :, heads])
-
-
-def stages(pp: int, uneven: bool) -> list[list[int]]:
-    """The layers of each pipeline stage."""
-    bounds = [round(LAYERS * stage / pp) for stage in range(pp + 1)]
-    if uneven and pp > 1:
-        bounds[1] = 1
-    return [list(range(start, stop)) for start, stop in itertools.pairwise(bounds)]
-
-
-# --- ranks in plain memory
+from tests.ranks import DIM, FROM, MODELS, PAGES, TO, TOKENS, Held, Model, group
 
 
 class Rank:
-    """One rank's pools, in one stretch of bytes with a gap after each region."""
+    """One rank's pools as kvcore describes them, and how often each byte was written."""
 
-    def __init__(self, model: Model, order: str, side: str, place: Place, layers: list[int]) -> None:
-        self.place, self.layers = place, layers
-        self.kv = cut(whole(model, order, side), model, order, layers, place.tp_size, place.tp_rank)
-        pools = [("kv", self.kv, Heads(model.heads, DIM, order) if model.heads else Latent())]  # type: ignore[arg-type]
-        if model.side:
-            self.side = np.full((1, PAGES, 3), 7 if side == "prefill" else 9, np.uint8)
-            pools.append(("side", self.side, Record()))
-        self.geometries = [self._geometry(*pool) for pool in pools]
-        self.memory = np.concatenate([np.append(region.reshape(-1), np.uint8(0xEE)) for _, values, _ in pools for region in values])
-        regions, self.views, at = [], [], 0
-        for _, values, _ in pools:
-            for region in values:
-                regions.append(Region(1 + at, region.size))
-                self.views.append(slice(at, at + region.size))
-                at += region.size + 1
+    def __init__(self, held: Held) -> None:
+        self.held = held
+        self.place = Place(tp_size=held.tp, tp_rank=held.tp_rank, pp_size=held.pp, pp_rank=held.pp_rank)
+        self.geometries: list[PoolGeometry] = []
+        regions = []
+        for name, some in itertools.groupby(held.regions(), key=lambda region: region[0]):
+            layers, arrays = zip(*[(layer, memory) for _, layer, memory in some], strict=True)
+            layout = layout_of(held.model, held.order) if name == "kv" else SideRecord()
+            self.geometries.append(
+                PoolGeometry(name, PAGES, TOKENS, "uint8", (arrays[0][0].size,) * len(arrays), layers, ("",) * len(arrays), layout)
+            )
+            regions += [Region(1 + memory.ctypes.data - held.memory.ctypes.data, memory.size) for memory in arrays]
         self.layout = Layout.of(self.geometries, regions)
-        self.written = np.zeros(self.memory.size, np.int64)
-
-    def _geometry(self, name: str, values: np.ndarray, layout: PageLayout) -> PoolGeometry:
-        layers = tuple(self.layers) if name == "kv" else (0,)
-        return PoolGeometry(name, PAGES, TOKENS, "uint8", (values[0, 0].size,) * len(layers), layers, ("",) * len(layers), layout)
+        self.written = np.zeros(held.memory.size, np.int64)
 
 
-def group(model: Model, order: str, side: str, tp: int, pp: int, uneven: bool = False) -> list[Rank]:
-    split_layers = stages(pp, uneven)
-    return [
-        Rank(model, order, side, Place(tp_size=tp, tp_rank=rank, pp_size=pp, pp_rank=stage), split_layers[stage])
-        for stage in range(pp)
-        for rank in range(tp)
-    ]
+def layout_of(model: Model, order: str) -> Heads | Latent:
+    return Heads(model.heads, DIM, order) if model.heads else Latent()  # type: ignore[arg-type]
 
 
-FROM, TO = np.array([4, 0, 3]), np.array([1, 2, 0])
+def ranks(*sizes: Any, uneven: bool = False) -> list[Rank]:
+    return [Rank(held) for held in group(*sizes, uneven)]
 
 
-def move(model: Model, prefill: list[Rank], decode: list[Rank], turn: int) -> None:
+def move(prefill: list[Rank], decode: list[Rank], turn: int) -> None:
     """One room from group to group, each pair by its own mapping, planned and split as an engine would get it."""
     names = tuple((pool.name, pool.layout) for pool in prefill[0].geometries)
     for there in decode:
@@ -119,27 +64,9 @@ def move(model: Model, prefill: list[Rank], decode: list[Rank], turn: int) -> No
                 local = here.layout.base[each.local_region] + each.local_offset - np.uint64(1)
                 remote = there.layout.base[each.remote_region] + each.remote_offset - np.uint64(1)
                 for source, target, length in zip(local.tolist(), remote.tolist(), each.length.tolist(), strict=True):
-                    there.memory[target : target + length] = here.memory[source : source + length]
+                    there.held.memory[target : target + length] = here.held.memory[source : source + length]
                     there.written[target : target + length] += 1
         assert uncovered(there.geometries, [prefill[rank].geometries for rank in expected]) is None
-
-
-def check(model: Model, order: str, decode: list[Rank]) -> None:
-    """Every byte is that of the global tensor cut for decode, or as it was; each is written once."""
-    values = whole(model, order, "decode").copy()
-    values[:, TO] = whole(model, order, "prefill")[:, FROM]
-    for rank in decode:
-        kv = cut(values, model, order, rank.layers, rank.place.tp_size, rank.place.tp_rank)
-        expected = [np.ascontiguousarray(layer).reshape(-1) for layer in kv]
-        touched = [np.isin(np.arange(PAGES), TO).repeat(layer.size // PAGES) for layer in kv]
-        if model.side:
-            side = rank.side.copy()
-            side[:, TO] = 7
-            expected.append(side.reshape(-1))
-            touched.append(np.isin(np.arange(PAGES), TO).repeat(3))
-        gap = np.array([0xEE], np.uint8)
-        assert np.array_equal(rank.memory, np.concatenate([part for region in expected for part in (region, gap)]))
-        assert np.array_equal(rank.written, np.concatenate([part for region in touched for part in (region, gap * 0)]))
 
 
 SIZES = list(itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), (1, 2)))
@@ -150,10 +77,12 @@ SIZES = list(itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), (1, 2)))
 def test_every_byte_comes_once_and_from_where_the_whole_has_it(name: str, order: str) -> None:
     """Prefill tp x decode tp x prefill pp x decode pp, even and uneven stages, and turns of those that hold the same."""
     for number, (prefill_tp, decode_tp, prefill_pp, decode_pp) in enumerate(SIZES):
-        prefill = group(MODELS[name], order, "prefill", prefill_tp, prefill_pp, uneven=bool(number % 2))
-        decode = group(MODELS[name], order, "decode", decode_tp, decode_pp)
-        move(MODELS[name], prefill, decode, turn=number)
-        check(MODELS[name], order, decode)
+        prefill = ranks(MODELS[name], order, "prefill", prefill_tp, prefill_pp, uneven=bool(number % 2))
+        decode = ranks(MODELS[name], order, "decode", decode_tp, decode_pp)
+        move(prefill, decode, turn=number)
+        for rank in decode:
+            assert np.array_equal(rank.held.memory, rank.held.expected())
+            assert np.array_equal(rank.written, rank.held.touched())
 
 
 # --- what does not fit

@@ -1,0 +1,90 @@
+"""Groups of ranks in processes of their own, unlike on the two sides: every byte is where the whole model has it (T3, T5)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.helpers import BACKENDS, number, wait_until
+from tests.rank_workers import Worker, workers
+from tests.test_mapping import MODELS, SIZES
+
+Combination = tuple[str, str, tuple[int, int, int, int], bool]
+"""Model, order of a page, sizes (prefill tp, decode tp, prefill pp, decode pp), and whether prefill's stages are uneven."""
+LARGEST = 12
+"""Ranks of both sides together in one combination: each is a manager with an engine."""
+
+
+def combinations(count: int) -> list[Combination]:
+    """As many, drawn once and for all, each model and order in turn."""
+    chance = random.Random(7)
+    small = [sizes for sizes in SIZES if sizes[0] * sizes[2] + sizes[1] * sizes[3] <= LARGEST]
+    kinds = [(model, order) for model in MODELS for order in ("token", "head")]
+    return [(*kinds[index % len(kinds)], chance.choice(small), bool(index % 2)) for index in range(count)]
+
+
+ALL = combinations(40)
+FEW = {"local": 8, "nixl": 2, "mooncake": 2}
+"""Of which this many run each time; over other backends than ``local`` six in all."""
+
+
+def drawn() -> list[object]:
+    chosen = []
+    for backend in BACKENDS:
+        for index, combination in enumerate(ALL if backend == "local" else ALL[:6]):
+            name = "-".join(map(str, (backend, *combination[:2], *combination[2])))
+            marks = [] if index < FEW.get(backend, 2) else [pytest.mark.slow]
+            chosen.append(pytest.param(backend, combination, id=name, marks=marks))
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def sides() -> Iterator[dict[str, tuple[Worker, Worker]]]:
+    """The two processes of each backend, started when they are first wanted."""
+    with ExitStack() as stack:
+
+        class Started(dict[str, tuple[Worker, Worker]]):
+            def __missing__(self, backend: str) -> tuple[Worker, Worker]:
+                self[backend] = stack.enter_context(workers(backend))
+                return self[backend]
+
+        yield Started()
+
+
+def opened(prefill: Worker, decode: Worker, combination: Combination) -> str:
+    """All ranks of both sides; the group's address."""
+    model, order, (prefill_tp, decode_tp, prefill_pp, decode_pp), uneven = combination
+    address: str = prefill.open(model, order, prefill_tp, prefill_pp, uneven)
+    decode.open(model, order, decode_tp, decode_pp, False)
+    return address
+
+
+def empty(*workers: Worker) -> None:
+    """Nothing is stored of any room on any rank (C7)."""
+    wait_until(lambda: not any(worker.left() for worker in workers), what="stores that are empty")
+
+
+@pytest.mark.parametrize(("backend", "combination"), drawn())
+def test_c88_all_ranks_get_their_bytes(backend: str, combination: Combination, sides: dict[str, tuple[Worker, Worker]]) -> None:
+    """Three rooms, so that those that hold the same take turns; the last of them layer by layer."""
+    prefill, decode = sides[backend]
+    address = opened(prefill, decode, combination)
+    try:
+        for layer_by_layer in (False, False, True):
+            room = number()
+            prefill.begin("hand_over", room, address, layer_by_layer)
+            decode.hand_over(room, address)
+            prefill.end()
+            assert set(prefill.ended(room)) | set(decode.ended(room)) == {"SUCCESS"}
+            assert decode.wrong() == []
+            prefill.clear(room)
+            decode.clear(room)
+        empty(prefill, decode)
+        assert prefill.imported() + decode.imported() == []
+    finally:
+        prefill.begin("close")
+        decode.close()
+        prefill.end()
