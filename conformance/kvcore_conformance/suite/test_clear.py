@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from kvcore import KVPoll
 from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.arena import LIVE, MOMENTS, SIDES, Pair, number, paired
 from kvcore_conformance.stage.clearing import LONG, quickly, result
@@ -150,7 +151,8 @@ def test_c6_a_live_room_goes_on_undisturbed(pair: Pair, moment: str, side: str) 
     error = refused.value
     assert error.kind == "RoomError" and str(room.number) in error.text, f"a room that is live was refused with {error}"
     after = room.side(side).poll()
-    assert after == before, f"opening it again was refused, and made the live room {after} of {before}"
+    undisturbed = KVPoll[before] <= KVPoll[after] < KVPoll.SUCCESS  # it may be on its way
+    assert undisturbed, f"opening it again was refused, and made the live room {after} of {before}"
     room.clear()
     pair.over(room)
 
