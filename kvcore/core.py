@@ -114,6 +114,7 @@ class Core:
         self._ledger = Ledger(
             backend.hooks, backend.info.capabilities, layout, limits.ticket_s, self._metrics,
             lambda instance: self._peers.peer("prefill", instance), self._ticket_ended, self._path_broken, lambda: self.table.receiving > 0,
+            rank=self.rank,
         )  # fmt: skip
         bind = addresses.Address(addresses.parse_host(config.bind or config.host, "bind"), config.port)
         self.channel = self._peers.channel = Channel(bind, "port", limits.liveness_s / 3, self._peers.on_frame, self._tick)

@@ -50,9 +50,10 @@ class Ledger:
         broken: Callable[[str, str], None],
         receiving: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
+        rank: int = 0,
     ) -> None:
         self._hooks, self._capabilities, self._local = FastHooks(hooks, clock), capabilities, local
-        self._ticket_s, self._metrics, self._clock = ticket_s, metrics, clock
+        self._ticket_s, self._metrics, self._clock, self._rank = ticket_s, metrics, clock, rank
         self._peer, self._ended, self._broken, self._receiving = peer, ended, broken, receiving
         self._commands: deque[Callable[[], None]] = deque()
         self._entries: dict[tuple[ev.Pair, RoomKey, int], Entry] = {}
@@ -341,7 +342,7 @@ class Ledger:
         if self._entries.pop((entry.pair, entry.room.key, entry.number), None) is None:
             return
         ok = not (entry.failed or entry.cancelled)
-        self._tell(entry, ok, True, None if ok else _reason(FailureCode.ABORTED, "cancelled"))
+        self._tell(entry, ok, True, None if ok else self._reason(FailureCode.ABORTED, "cancelled"))
 
     def _fail(self, entry: Entry, code: FailureCode, text: str) -> None:
         """The ticket has failed; whether it is quiescent shows when the rest of it ended."""
@@ -353,7 +354,7 @@ class Ledger:
         if quiescent:
             self._entries.pop((entry.pair, entry.room.key, entry.number), None)
         text = f"room {entry.room.id}, chunk {entry.number} to {entry.pair.peer}: {text}"
-        self._tell(entry, False, quiescent, _reason(code, text))
+        self._tell(entry, False, quiescent, self._reason(code, text))
 
     def _tell(self, entry: Entry, ok: bool, quiescent: bool, reason: Reason | None) -> None:
         self._guarded(lambda: self._ended(entry.room, ev.Ended(entry.pair, entry.number, ok, quiescent, reason)))
@@ -413,6 +414,5 @@ class Ledger:
         except BaseException:
             log.exception("an order or the news of a ticket's end failed; the core goes on")
 
-
-def _reason(code: FailureCode, text: str) -> Reason:
-    return Reason.of(code, text, "prefill")
+    def _reason(self, code: FailureCode, text: str) -> Reason:
+        return Reason.of(code, text, "prefill", self._rank)

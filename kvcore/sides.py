@@ -1,4 +1,4 @@
-"""Two processes, one a side, each at the end of a pipe: in these the demo, the doctor and the benchmarks run their managers.
+"""Processes of two sides, each at the end of a pipe: in these the demo, the doctor and the benchmarks run their managers.
 
 The driver holds ``Sides``, a process holds a ``Link``. No wait is without bound: the driver gives up when both processes fall silent or
 one dies, and a process ends with its driver, whatever it is doing.
@@ -31,6 +31,8 @@ from kvcore.states import Side
 STOP_S = 2.0
 PR_SET_PDEATHSIG = 1
 SIDES: tuple[Side, Side] = ("prefill", "decode")
+Place = tuple[Side, int]
+"""A side, and which of its processes."""
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -65,10 +67,10 @@ class Close:
 
 
 class Link:
-    """A process's end of its pipe to the driver. No wait on it outlasts the driver."""
+    """A process's end of its pipe to the driver. No wait on it outlasts the driver. ``rank``: of the processes of its side."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, rank: int = 0) -> None:
+        self._connection, self.rank = connection, rank
 
     def tell(self, message: object) -> None:
         """Send a message."""
@@ -96,20 +98,31 @@ Work = Callable[[Side, S, Link], None]
 
 
 class Sides(Generic[S]):
-    """The driver's end: a process a side, called ``kvcore-<command>-<side>``, that runs ``work``. Leaving the context ends both.
+    """The driver's end: a process a side, called ``kvcore-<command>-<side>``, that runs ``work``. Leaving the context ends all.
 
-    ``patience_s``: seconds without a word from either before giving up. ``watch`` is told what each side is doing.
+    ``patience_s``: seconds without a word from any before giving up. ``watch`` is told what each side is doing. ``ranks``: processes of
+    each side, of which the first, rank 0, is meant where no rank is named.
     """
 
-    def __init__(self, command: str, work: Work[S], settings: S, patience_s: float, watch: Watch, debug: bool = False) -> None:
+    def __init__(
+        self,
+        command: str,
+        work: Work[S],
+        settings: S,
+        patience_s: float,
+        watch: Watch,
+        debug: bool = False,
+        ranks: tuple[int, int] = (1, 1),
+    ) -> None:
         self._patience_s = patience_s
         self._watch = watch
-        self._doing: dict[Side, str] = dict.fromkeys(SIDES, "starting")
-        self._processes: dict[Side, SpawnProcess] = {}
-        self._pipes: dict[Side, Connection] = {}
-        self._inbox: dict[Side, deque[object]] = {side: deque() for side in SIDES}
-        for side in SIDES:
-            self._start(command, work, side, settings, debug)
+        self._all: list[Place] = [(side, rank) for side, count in zip(SIDES, ranks, strict=True) for rank in range(count)]
+        self._doing: dict[Place, str] = dict.fromkeys(self._all, "starting")
+        self._processes: dict[Place, SpawnProcess] = {}
+        self._pipes: dict[Place, Connection] = {}
+        self._inbox: dict[Place, deque[object]] = {place: deque() for place in self._all}
+        for place in self._all:
+            self._start(command, work, place, settings, debug)
 
     def __enter__(self) -> Sides[S]:
         return self
@@ -123,89 +136,99 @@ class Sides(Generic[S]):
                 process.kill()
                 process.join(STOP_S)
 
-    def tell(self, side: Side, message: object) -> None:
-        """Send a message to a side; raises ``ToolError`` if it has died."""
+    def tell(self, side: Side, message: object, rank: int = 0) -> None:
+        """Send a message to a process; raises ``ToolError`` if it has died."""
         try:
-            self._pipes[side].send(message)
+            self._pipes[side, rank].send(message)
         except OSError as error:
-            raise self._died(side) from error
+            raise self._died((side, rank)) from error
 
     def tell_both(self, message: object) -> None:
-        """Send a message to both, prefill first."""
-        for side in SIDES:
-            self.tell(side, message)
+        """Send a message to all, prefill first."""
+        for side, rank in self._all:
+            self.tell(side, message, rank)
 
-    def hear(self, side: Side, kind: type[T]) -> T:
-        """The next message of a side; raises ``ToolError`` as soon as either side fails or dies, or if both fall silent."""
-        while not self._inbox[side]:
+    def hear(self, side: Side, kind: type[T], rank: int = 0) -> T:
+        """The next message of a process; raises ``ToolError`` as soon as any process fails or dies, or if all fall silent."""
+        while not self._inbox[side, rank]:
             self._listen()
-        message = self._inbox[side].popleft()
+        message = self._inbox[side, rank].popleft()
         if not isinstance(message, kind):
             raise ToolError(f"expected {kind.__name__} from {side}, got {type(message).__name__}; this is a fault of kvcore, report it")
         return message
 
     def hear_both(self, kind: type[T]) -> dict[Side, T]:
-        """The next message of each side."""
+        """The next message of each side's first process."""
         return {side: self.hear(side, kind) for side in SIDES}
 
+    def hear_all(self, kind: type[T]) -> dict[Place, T]:
+        """The next message of each process."""
+        return {(side, rank): self.hear(side, kind, rank) for side, rank in self._all}
+
     def close(self) -> None:
-        """Have both processes end by themselves, and wait until they have, without error."""
+        """Have all processes end by themselves, and wait until they have, without error."""
         self.tell_both(Close())
         deadline = time.monotonic() + self._patience_s
-        for side, process in self._processes.items():
+        for place, process in self._processes.items():
             process.join(max(0.0, deadline - time.monotonic()))
             if process.exitcode is None:
-                raise ToolError(f"the {side} process does not end after all its work was done; run again with --debug")
-            while self._pipes[side].poll() and self._take(side):
+                raise ToolError(f"the {named(place)} process does not end after all its work was done; run again with --debug")
+            while self._pipes[place].poll() and self._take(place):
                 pass
             if process.exitcode:
-                raise self._died(side)
+                raise self._died(place)
 
-    def _start(self, command: str, work: Work[S], side: Side, settings: S, debug: bool) -> None:
+    def _start(self, command: str, work: Work[S], place: Place, settings: S, debug: bool) -> None:
         context = multiprocessing.get_context("spawn")
         mine, theirs = context.Pipe()
-        name = f"kvcore-{command}-{side}"
-        process = context.Process(target=_main, args=(work, side, settings, theirs, debug), name=name, daemon=True)
+        name = f"kvcore-{command}-{named(place)}"
+        process = context.Process(target=_main, args=(work, place, settings, theirs, debug), name=name, daemon=True)
         with _interrupts_ignored():
             process.start()
         theirs.close()  # so that the pipe ends when the process does
-        self._processes[side], self._pipes[side] = process, mine
+        self._processes[place], self._pipes[place] = process, mine
 
     def _listen(self) -> None:
-        sides = {pipe: side for side, pipe in self._pipes.items()}
-        heard = wait(list(sides), timeout=self._patience_s)
+        places = {pipe: place for place, pipe in self._pipes.items()}
+        heard = wait(list(places), timeout=self._patience_s)
         if not heard:
-            doing = "; ".join(f"{side}: {self._doing[side]}" for side in SIDES)
+            doing = "; ".join(f"{named(place)}: {self._doing[place]}" for place in self._all)
             raise ToolError(
                 f"neither process has said anything for {self._patience_s:g} s ({doing}); run again with --debug or a longer --timeout"
             )
         for pipe in heard:
-            side = sides[pipe]  # type: ignore[index]
-            if not self._take(side):
-                raise self._died(side)
+            place = places[pipe]  # type: ignore[index]
+            if not self._take(place):
+                raise self._died(place)
 
-    def _take(self, side: Side) -> bool:
+    def _take(self, place: Place) -> bool:
         """File one message; False if there will be no more."""
         try:
-            message = self._pipes[side].recv()
+            message = self._pipes[place].recv()
         except (EOFError, OSError):
             return False
         if isinstance(message, Failed):
-            raise ToolError(f"{side}: {message.text}", message.trace)
+            raise ToolError(f"{named(place)}: {message.text}", message.trace)
         if isinstance(message, Progress):
-            self._doing[side] = message.text
-            self._watch(side, message.text)
+            self._doing[place] = message.text
+            self._watch(named(place), message.text)
         else:
-            self._inbox[side].append(message)
+            self._inbox[place].append(message)
         return True
 
-    def _died(self, side: Side) -> ToolError:
-        process = self._processes[side]
+    def _died(self, place: Place) -> ToolError:
+        process = self._processes[place]
         process.join(STOP_S)
         return ToolError(
-            f"the {side} process has died ({_ending(process.exitcode)}, doing: {self._doing[side]}); "
+            f"the {named(place)} process has died ({_ending(process.exitcode)}, doing: {self._doing[place]}); "
             "run again with --debug to see what it last said"
         )
+
+
+def named(place: Place) -> str:
+    """A process as people know it."""
+    side, rank = place
+    return f"{side} {rank}" if rank else side
 
 
 def _ending(code: int | None) -> str:
@@ -215,15 +238,15 @@ def _ending(code: int | None) -> str:
     return f"exit code {code}"
 
 
-def _main(work: Work[S], side: Side, settings: S, connection: Connection, debug: bool) -> None:
+def _main(work: Work[S], place: Place, settings: S, connection: Connection, debug: bool) -> None:
     """Entry point of a process."""
     if sys.platform == "linux":  # by the kernel too, since an engine's call may keep the GIL from the thread below
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_end_with_driver, name="kvcore-driver-watch", daemon=True).start()
     _leave_output_to_driver(debug)
-    link = Link(connection)
+    link = Link(connection, place[1])
     try:
-        work(side, settings, link)
+        work(place[0], settings, link)
     except Exception as error:
         link.fail(error)
 

@@ -14,20 +14,15 @@ from typing import Any
 import numpy as np
 
 from kvcore import Heads, KVManager, Latent, Pool, SideRecord, Topology
+from kvcore.faults import FaultPlan
 from kvcore.handles import Handle, Receiver, Sender
 from tests.helpers import config
 from tests.ranks import DIM, FROM, MODELS, TO, TOKENS, Held, group
 
 PATIENCE_S = 60.0
-LIMITS = {
-    "bootstrap_s": 30.0,
-    "input_s": 30.0,
-    "transfer_s": 30.0,
-    "orphan_s": 5.0,
-    "liveness_s": 5.0,
-    "ticket_s": 10.0,
-    "quarantine_s": 60.0,
-}
+LIMITS = {"bootstrap_s": 30.0, "input_s": 30.0, "transfer_s": 30.0} | {
+    "orphan_s": 5.0, "liveness_s": 5.0, "ticket_s": 10.0, "quarantine_s": 60.0
+}  # fmt: skip
 
 
 class Side:
@@ -38,6 +33,8 @@ class Side:
         self.held: list[Held] = []
         self.managers: list[KVManager] = []
         self.handles: dict[int, list[Handle]] = {}
+        self.plans: list[FaultPlan] = []
+        self.holds: list[Any] = []
 
     def open(self, model: str, order: str, tp: int, pp: int, uneven: bool) -> str:
         """Start all ranks; the address of the first."""
@@ -47,10 +44,13 @@ class Side:
             leader = self.managers[0].address if self.managers and self.side == "prefill" else None
             settings = config(self.side, self.backend, topology=place, bootstrap=leader, limits=LIMITS)
             self.managers.append(KVManager(settings, list(pools(held))))
+            self.plans.append(FaultPlan(seed=1))
+            self.managers[-1].add_observer(self.plans[-1])
         return self.managers[0].address
 
     def close(self) -> None:
         """Stop all ranks."""
+        self.plans = []
         while self.managers:
             self.managers.pop().close()
 
@@ -77,9 +77,26 @@ class Side:
         """How a room ended on each rank."""
         return [f"{handle.wait(PATIENCE_S).name} {handle.failure or ''}".strip() for handle in self.handles[room]]
 
+    def states(self, room: int) -> list[str]:
+        """How a room stands on each rank."""
+        return [handle.poll().name for handle in self.handles[room]]
+
     def abort(self, room: int, rank: int) -> None:
         """Abort a room on one rank."""
         self.handles[room][rank].abort(f"rank {rank} aborts")
+
+    def fail(self, room: int, rank: int) -> None:
+        """Have the first ticket of a room fail on one rank."""
+        self.plans[rank].fail(room=room, times=1)
+
+    def hold(self, room: int, but: int | None = None) -> None:
+        """Have no ticket of a room end on any rank (but one) until ``release``."""
+        self.holds = [plan.hold(room=room) for rank, plan in enumerate(self.plans) if rank != but]
+
+    def release(self) -> None:
+        """Let what is held go on."""
+        while self.holds:
+            self.holds.pop().release()
 
     def clear(self, room: int) -> None:
         """Clear a room on all ranks."""

@@ -88,3 +88,57 @@ def test_c88_all_ranks_get_their_bytes(backend: str, combination: Combination, s
         prefill.begin("close")
         decode.close()
         prefill.end()
+
+
+GROUPS: Combination = ("mha", "token", (4, 2, 1, 1), False)
+"""Four prefill ranks and two decode ranks, each of which gathers from two, and hears of the leader."""
+
+
+@pytest.fixture
+def groups(sides: dict[str, tuple[Worker, Worker]]) -> Iterator[tuple[Worker, Worker, str]]:
+    prefill, decode = sides["local"]
+    yield prefill, decode, opened(prefill, decode, GROUPS)
+    prefill.begin("close")
+    decode.close()
+    prefill.end()
+
+
+@pytest.mark.parametrize("when", ["before", "held"])
+@pytest.mark.parametrize(("side", "rank"), [("prefill", 0), ("prefill", 3), ("decode", 0), ("decode", 1)])
+def test_t5_an_abort_on_one_rank_ends_all_with_its_reason(groups: tuple[Worker, Worker, str], side: str, rank: int, when: str) -> None:
+    """Before the other side is there, or while all write."""
+    prefill, decode, address = groups
+    room, (one, other) = number(), (prefill, decode) if side == "prefill" else (decode, prefill)
+    prefill.hold(room)
+    one.hand_over(room, address)
+    if when == "held":
+        other.hand_over(room, address)
+        wait_until(lambda: set(decode.states(room)) == {"TRANSFERRING"}, what="a transfer to all ranks")
+    one.abort(room, rank)
+    if when == "before":
+        other.hand_over(room, address)
+    for end in (*prefill.ended(room), *decode.ended(room)):
+        assert end.startswith("FAILED") and f"rank {rank} aborts (aborted, from {side} rank {rank})" in end
+    prefill.release()
+    prefill.clear(room)
+    decode.clear(room)
+    decode.wrong()
+    empty(prefill, decode)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_t5_a_failed_ticket_on_one_rank_ends_all_with_its_reason(groups: tuple[Worker, Worker, str], rank: int) -> None:
+    """While the other ranks still write."""
+    prefill, decode, address = groups
+    room = number()
+    prefill.hold(room, rank)
+    prefill.fail(room, rank)
+    prefill.hand_over(room, address)
+    decode.hand_over(room, address)
+    for end in (*prefill.ended(room), *decode.ended(room)):
+        assert end.startswith("FAILED") and f"injected (backend, from prefill rank {rank})" in end
+    prefill.release()
+    prefill.clear(room)
+    decode.clear(room)
+    decode.wrong()
+    empty(prefill, decode)

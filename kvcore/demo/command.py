@@ -15,7 +15,6 @@ from kvcore.demo.messages import Settings
 from kvcore.demo.report import PromptResult, Report
 from kvcore.installed import find_backend
 from kvcore.progress import progress
-from kvcore.sides import SIDES
 
 TEXT_WIDTH = 48
 MOST_PAGE_SIZE = 65_536
@@ -39,6 +38,8 @@ def demo(
     ] = None,
     page_size: Annotated[int, typer.Option(min=1, max=MOST_PAGE_SIZE, help="Tokens in a page.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 16,
+    prefill_tp: Annotated[int, typer.Option(min=1, help="Processes of prefill, each with its share of the KV heads.")] = 1,
+    decode_tp: Annotated[int, typer.Option(min=1, help="Processes of decode, likewise.")] = 1,
     corrupt: Annotated[bool, typer.Option("--corrupt", help="Zero one page on the way, to see that the tokens then differ.")] = False,
     timeout: Timeout = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
@@ -53,6 +54,8 @@ def demo(
         prompts=str(prompts) if prompts else None,
         page_size=page_size,
         max_new_tokens=max_new_tokens,
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
         corrupt=corrupt,
         patience_s=timeout,
         debug=bool(context.obj),
@@ -71,7 +74,7 @@ def lines(report: Report) -> Iterator[str]:
     """The report for people, ending with its summary."""
     settings = report.settings
     moved_by = f"backend {settings.backend} ({report.engine})"
-    yield f"model {settings.model}, {moved_by}, {settings.page_size} tokens a page; prefill and decode are processes"
+    yield f"model {settings.model}, {moved_by}, {settings.page_size} tokens a page; {_processes(settings)}"
     yield "room tokens pages       bytes ms moving ms total  equal  prompt -> generated"
     for room, prompt in enumerate(report.prompts):
         yield f"{room:>4} {_row(prompt)}"
@@ -79,13 +82,18 @@ def lines(report: Report) -> Iterator[str]:
             yield f"     expected {_short(prompt.expected.text)}"
     yield LEGEND
     yield f"room {len(report.prompts)}, aborted by decode in the middle of its transfer:"
-    for side in SIDES:
-        end = report.ended[side]
-        yield f"  {side:8} {end.state}: {end.reason or 'no reason'} ({end.code or 'no code'}, from {end.origin or 'nowhere'})"
+    for side, end in report.ended.items():
+        yield f"  {side:10} {end.state}: {end.reason or 'no reason'} ({end.code or 'no code'}, from {end.origin or 'nowhere'})"
     yield "stores of rooms, all rooms cleared:"
-    for side in SIDES:
-        yield f"  {side:8} {', '.join(f'{name} {size}' for name, size in report.stores[side].items())}"
+    for side, sizes in report.stores.items():
+        yield f"  {side:10} {', '.join(f'{name} {size}' for name, size in sizes.items())}"
     yield report.summary
+
+
+def _processes(settings: Settings) -> str:
+    if settings.prefill_tp == settings.decode_tp == 1:
+        return "prefill and decode are processes"
+    return f"prefill is {settings.prefill_tp} processes and decode {settings.decode_tp}, by KV heads"
 
 
 def _row(prompt: PromptResult) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 
-from kvcore.demo.messages import Begin, Ended, Expected, Generated, Ready, Settings, Stores, Used
+from kvcore.demo.messages import Begin, Ended, Expected, Generated, Part, Ready, Settings, Stores, Used
 from kvcore.demo.report import PromptResult, Report
 from kvcore.demo.worker import work
 from kvcore.progress import Watch
-from kvcore.sides import Sides, ToolError
+from kvcore.sides import Sides, ToolError, named
 
 
 def run_demo(settings: Settings, watch: Watch) -> Report:
@@ -16,14 +16,26 @@ def run_demo(settings: Settings, watch: Watch) -> Report:
     for library in ("torch", "transformers"):
         if importlib.util.find_spec(library) is None:
             raise ToolError(f"the demo needs {library}, which is not installed; run: pip install kvcore[transformers]")
-    with Sides("demo", work, settings, settings.patience_s, watch, settings.debug) as sides:
+    ranks = settings.prefill_tp, settings.decode_tp
+    with Sides("demo", work, settings, settings.patience_s, watch, settings.debug, ranks) as sides:
         ready = sides.hear("prefill", Ready)
-        sides.tell("decode", Begin(ready.address, ready.lengths))
+        begin = Begin(ready.address, ready.lengths)
+        for rank in range(1, settings.prefill_tp):
+            sides.tell("prefill", begin, rank)
+        for rank in range(settings.decode_tp):
+            sides.tell("decode", begin, rank)
         expected = [sides.hear("prefill", Expected) for _ in ready.lengths]
-        generated = [sides.hear("decode", Generated) for _ in ready.lengths]
-        ended = sides.hear_both(Ended)
-        stores = {side: found.sizes for side, found in sides.hear_both(Stores).items()}
-        used = sides.hear_both(Used)
+        generated = [_generated(sides, settings.decode_tp) for _ in ready.lengths]
+        ended = {named(place): end for place, end in sides.hear_all(Ended).items()}
+        stores = {named(place): found.sizes for place, found in sides.hear_all(Stores).items()}
+        used = {named(place): found for place, found in sides.hear_all(Used).items()}
         sides.close()
     prompts = [PromptResult(*fields) for fields in zip(ready.texts, ready.lengths, expected, generated, strict=True)]
     return Report(settings, tuple(prompts), ended, stores, used)
+
+
+def _generated(sides: Sides[Settings], decode_tp: int) -> Generated:
+    """What decode generates for the next room, from what its other ranks give to the first."""
+    for rank in range(1, decode_tp):
+        sides.tell("decode", sides.hear("decode", Part, rank))
+    return sides.hear("decode", Generated)

@@ -14,6 +14,8 @@ class Settings:
     prompts: str | None = None
     page_size: int = 16
     max_new_tokens: int = 16
+    prefill_tp: int = 1
+    decode_tp: int = 1
     corrupt: bool = False
     patience_s: float = 300.0
     debug: bool = False
@@ -30,7 +32,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """To decode: where prefill is, and the number of prompt tokens per room."""
+    """To all but prefill's first rank: where that is, and the number of prompt tokens per room."""
 
     address: str
     lengths: tuple[int, ...]
@@ -44,6 +46,16 @@ class Expected:
     tokens: tuple[int, ...]
     text: str
     moving_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """From another rank of decode to its first, per room: K and V of each layer for the heads it holds, ``[1, heads, tokens, head_dim]``,
+    as NumPy arrays; and how much arrived."""
+
+    room: int
+    layers: tuple[tuple[object, object], ...]
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)

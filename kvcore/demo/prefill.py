@@ -1,4 +1,7 @@
-"""The prefill side: compute the prompts chunk by chunk, write each chunk into pages, hand over the pages it completed."""
+"""The prefill side: compute the prompts chunk by chunk, write each chunk into pages, hand over the pages it completed.
+
+With several ranks each computes all, and holds the heads of its own only.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 from transformers import DynamicCache
 
 import kvcore
-from kvcore.demo.messages import Expected, Ready, Settings
+from kvcore.demo.messages import Begin, Expected, Ready, Settings
 from kvcore.demo.models import Loaded, fill, greedy, load
 from kvcore.demo.prompts import Prompt, default_prompts, prompts_from
 from kvcore.demo.rooms import abort_pages, clear_all, context_pages, ended, limits, pool_for, succeeded, used
@@ -35,15 +38,18 @@ class Job:
 
 
 def run(settings: Settings, link: Link) -> None:
-    """Serve all prompts, compute what is expected of decode, be aborted once, clear."""
+    """Serve all prompts, compute what is expected of decode (the first rank), be aborted once, clear."""
     kvcore.load_backend(settings.backend)  # one that cannot be used should not wait for the model
     loaded = load(settings.model, link.progress)
     prompts = _prompts(settings, loaded)
     lengths = tuple(len(prompt.tokens) for prompt in prompts)
-    kv = pool_for(loaded, settings.page_size, lengths, seed=1)
-    config = kvcore.Config(role="prefill", backend=settings.backend, limits=limits(settings.patience_s))
+    topology = kvcore.Topology(tp_size=settings.prefill_tp, tp_rank=link.rank)
+    kv = pool_for(loaded, settings.page_size, lengths, seed=1, topology=topology)
+    group = link.hear(Begin).address if link.rank else None
+    config = kvcore.Config(role="prefill", backend=settings.backend, bootstrap=group, topology=topology, limits=limits(settings.patience_s))
     with kvcore.KVManager(config, pools=[kv.pool]) as manager:
-        link.tell(Ready(manager.address, tuple(prompt.text for prompt in prompts), lengths))
+        if not link.rank:
+            link.tell(Ready(manager.address, tuple(prompt.text for prompt in prompts), lengths))
         jobs = [_open(manager, kv, loaded, room, prompt) for room, prompt in enumerate(prompts)]
         spoiled = _spoiled(jobs) if settings.corrupt else None
         _prefill(jobs, kv, loaded, spoiled, link)
@@ -51,7 +57,8 @@ def run(settings: Settings, link: Link) -> None:
         for room, job in enumerate(jobs):
             succeeded(job.sender, settings.patience_s)
             link.progress(f"generating in one process: {room + 1} of {len(jobs)}")
-            link.tell(_expected(room, job, loaded, settings.max_new_tokens))
+            if not link.rank:
+                link.tell(_expected(room, job, loaded, settings.max_new_tokens))
         aborted.sender.wait(settings.patience_s)
         link.tell(ended(aborted.sender))
         link.tell(clear_all(manager, kv, [(job.sender, job.pages) for job in (*jobs, aborted)], settings.patience_s))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcore.demo.messages import Ended, Expected, Generated, Settings, Used
-from kvcore.states import Side
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +44,10 @@ class Report:
 
     settings: Settings
     prompts: tuple[PromptResult, ...]
-    ended: dict[Side, Ended]
-    stores: dict[Side, dict[str, int]]
-    used: dict[Side, Used]
+    ended: dict[str, Ended]
+    stores: dict[str, dict[str, int]]
+    used: dict[str, Used]
+    """Of each process: the sides, and where a side has several ranks these too."""
 
     @property
     def problems(self) -> list[str]:

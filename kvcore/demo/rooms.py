@@ -35,10 +35,12 @@ def context_pages(length: int, page_size: int) -> int:
     return -(-(length - 1) // page_size)
 
 
-def pool_for(loaded: Loaded, page_size: int, lengths: Sequence[int], seed: int) -> PagedKV:
-    """A pool that holds all prompts at once and hands its pages out in no order, as after a long day's work."""
+def pool_for(loaded: Loaded, page_size: int, lengths: Sequence[int], seed: int, topology: kvcore.Topology) -> PagedKV:
+    """A pool that holds all prompts at once, the heads of one rank of them, and hands its pages out in no order, as after a long day's
+    work."""
     num_pages = sum(context_pages(length, page_size) for length in lengths) + abort_pages(lengths, page_size)
-    kv = PagedKV(loaded.model.config, num_pages=num_pages, page_size=page_size)
+    tp_size, tp_rank = topology.tp_size, topology.tp_rank
+    kv = PagedKV(loaded.model.config, num_pages=num_pages, page_size=page_size, tp_size=tp_size, tp_rank=tp_rank)
     pages = kv.allocate(num_pages)
     random.Random(seed).shuffle(pages)
     kv.free(pages)

@@ -19,6 +19,7 @@ from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from kvcore.errors import ConfigError, PageError, shown
+from kvcore.layouts import Heads, heads_of
 from kvcore.memory import Pool, check_distinct
 
 Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -28,6 +29,7 @@ Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
 class PagedKV:
     """The paged K and V of one model: per layer two tensors ``[num_pages, page_size, kv_heads, head_dim]``, and their free pages.
 
+    With ``tp_size`` above 1 it is one rank's part: the heads of ``tp_rank`` only, cut from caches of all heads, or of its own.
     ``pool`` is what a ``KVManager`` registers: one page is one slice of each of its ``2 * layers`` regions, the K of all layers
     (part ``"k"``) before the V (part ``"v"``). Raises ``ConfigError`` for models whose cache is not plain attention over all
     tokens (sliding windows, recurrent layers): their caches do not hold one K and V per token. For one thread at a time.
@@ -42,19 +44,26 @@ class PagedKV:
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         name: str = "kv",
+        tp_size: int = 1,
+        tp_rank: int = 0,
     ) -> None:
         for what, value in (("num_pages", num_pages), ("page_size", page_size)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"pool {shown(name)}: {what} must be an integer of at least 1, got {shown(value)}")
         layers, heads, head_dim = _geometry(config)
-        shape = (num_pages, page_size, heads, head_dim)
-        self.config = config
+        layout = Heads(heads, head_dim)
+        try:
+            self._heads = heads_of(layout, tp_size, tp_rank)
+        except ValueError as error:
+            raise ConfigError(f"pool {shown(name)}: {error}; choose another tp_size") from error
+        shape = (num_pages, page_size, len(self._heads), head_dim)
+        self.config, self._total = config, heads
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         k = Pool.from_tensors(name, self.keys, page_size=page_size, part="k")
         v = Pool.from_tensors(name, self.values, page_size=page_size, part="v")
         owners = (*self.keys, *self.values)
-        self.pool = Pool(name, k.regions + v.regions, num_pages=num_pages, page_size=page_size, dtype=k.dtype, owners=owners)
+        self.pool = Pool(name, k.regions + v.regions, num_pages=num_pages, page_size=page_size, dtype=k.dtype, layout=layout, owners=owners)
         self._free = list(range(num_pages))
         self._used: set[int] = set()
 
@@ -100,12 +109,13 @@ class PagedKV:
         targets = [tensor for layer in zip(self.keys, self.values, strict=True) for tensor in layer]
         sources = [self._fitting(number, tensor, targets[number], start + n_tokens) for number, tensor in enumerate(self._tensors(cache))]
         for source, target in zip(sources, targets, strict=True):
-            chunk = source[0, :, start : start + n_tokens].transpose(0, 1)
+            heads = source[0] if source.shape[1] == len(self._heads) else source[0, self._heads.start : self._heads.stop]
+            chunk = heads[:, start : start + n_tokens].transpose(0, 1)
             target.flatten(0, 1).index_copy_(0, slots, chunk.to(target.device))
 
     @torch.no_grad()
     def read(self, pages: Sequence[int], n_tokens: int) -> DynamicCache:
-        """A new cache of the first ``n_tokens`` tokens that lie in ``pages``; it shares no memory with the pool.
+        """A new cache of the first ``n_tokens`` tokens that lie in ``pages``, of the heads here; it shares no memory with the pool.
 
         Raises ``PageError`` if the pages do not reach that far.
         """
@@ -148,9 +158,9 @@ class PagedKV:
     def _fitting(self, number: int, tensor: torch.Tensor | None, target: torch.Tensor, end: int) -> torch.Tensor:
         """The tensor as given, once it is known to be of the pool's shape and to hold ``end`` tokens."""
         what = f"{self._of}: {'KV'[number % 2]} of layer {number // 2}"
-        heads, head_dim = target.shape[2:]
+        heads, head_dim = self._total, target.shape[3]
         shape = [] if tensor is None else list(tensor.shape)
-        if tensor is None or len(shape) != 4 or [shape[0], shape[1], shape[3]] != [1, heads, head_dim]:
+        if tensor is None or len(shape) != 4 or [shape[0], shape[3]] != [1, head_dim] or shape[1] not in (heads, len(self._heads)):
             raise PageError(f"{what} has shape {shape}, not [1, {heads}, tokens, {head_dim}]; pass the cache of one request of this model")
         if tensor.dtype != target.dtype:
             raise PageError(f"{what} is {tensor.dtype}, the pool {target.dtype}; build the pool with the model's dtype")

@@ -88,7 +88,7 @@ class Layers(RoomMessage, frozen=True, tag="layers"):
 
 
 class Relay(RoomMessage, frozen=True, tag="relay"):
-    """S to R: another rank of your group has failed; sent where this rank's own verdict was SUCCESS (T5)."""
+    """S to R: another rank of your group has failed; sent to those that keep this rank's success (T5)."""
 
     reason: Reason | None = None
 

@@ -25,7 +25,7 @@ from kvcore.protocol.events import (
     cleared,
     timed_out,
 )
-from kvcore.protocol.messages import Abort, Ack, Destination, Here, Join, Layers, Relay, Which
+from kvcore.protocol.messages import Abort, Ack, Destination, Here, Join, Layers, Which
 from kvcore.protocol.sender_state import Dest, Flight, Life, Sender, timers
 from kvcore.protocol.sender_turn import Turn
 from kvcore.states import FailureCode, KVPoll, Reason
@@ -180,18 +180,9 @@ class _Turn(Turn):
                 self.set_life(replace(life, n_dest=life.n_dest or party.size))
             if bound is None or life.pair(bound) == pair:
                 self.fail(message.reason or Reason(FailureCode.ABORTED, "aborted by peer", "decode", party.rank), told=pair)
-        self.relay(pair, message)
+        if self.state.life is not None and self.state.life.generation == pair.sg and self.state.life.state is KVPoll.SUCCESS:
+            self.relay(self.state.life, message.reason, pair)
         self.answer_drained(pair, party)
-
-    def relay(self, pair: Pair, message: Abort) -> None:
-        """One destination fails though success was said to all: tell the others, who may know this rank only (T5)."""
-        life = self.state.life
-        if life is None or life.generation != pair.sg or life.state is not KVPoll.SUCCESS:
-            return
-        room = self.state.room
-        for other in map(life.pair, life.dests):
-            if other != pair:
-                self.out.append(Send(other.peer, Relay(room.number, room.attempt, other.rg, other.sg, message.reason)))
 
     def on_unnamed_abort(self, message: Abort, party: Party) -> None:
         """An abort that names no sender: it fails nothing by itself (A7)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvcore.protocol.events import Cancel, Effect, Forget, Pair, Party, Send, Start
-from kvcore.protocol.messages import Drained
+from kvcore.protocol.messages import Drained, Relay
 from kvcore.protocol.sender_state import Dest, Flight, Life, Mark, Sender, Word, tell
 from kvcore.states import FailureCode, KVPoll, Reason
 
@@ -49,7 +49,15 @@ class Turn:
         for pair in pairs:
             if pair != told and pair.peer != lost:
                 self.say(Word(pair, KVPoll.FAILED, reason))
+        self.relay(life, reason, told)
         self.out.append(Cancel(life.generation))
+
+    def relay(self, life: Life, reason: Reason | None, told: Pair | None) -> None:
+        """Pass a failure on to those destinations that keep this rank's success: they may hear of it from nobody else (T5)."""
+        room = self.state.room
+        for pair in (life.pair(dest) for dest in life.dests if dest.done):
+            if pair != told:
+                self.out.append(Send(pair.peer, Relay(room.number, room.attempt, pair.rg, pair.sg, reason)))
 
     def start(self, life: Life, dest: Dest, chunk: int) -> None:
         """Start one ticket of a live, complete lifetime."""
