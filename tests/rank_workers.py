@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import numpy as np
@@ -36,12 +37,14 @@ class Side:
         self.plans: list[FaultPlan] = []
         self.holds: list[Any] = []
 
-    def open(self, model: str, order: str, tp: int, pp: int, uneven: bool) -> str:
-        """Start all ranks; the address of the first."""
-        self.held = group(MODELS[model], order, self.side, tp, pp, uneven)
+    def open(self, model: str, order: str, tp: int, pp: int, uneven: bool, ranks: range | None = None, leader: str | None = None) -> str:
+        """Start all ranks, or some beside a ``leader`` in another process; the address of the group."""
+        every = group(MODELS[model], order, self.side, tp, pp, uneven)
+        self.held = every if ranks is None else [every[rank] for rank in ranks]
         for held in self.held:
             place = Topology(tp_size=tp, tp_rank=held.tp_rank, pp_size=pp, pp_rank=held.pp_rank)
-            leader = self.managers[0].address if self.managers and self.side == "prefill" else None
+            if self.managers and self.side == "prefill":
+                leader = self.managers[0].address
             settings = config(self.side, self.backend, topology=place, bootstrap=leader, limits=LIMITS)
             self.managers.append(KVManager(settings, list(pools(held))))
             self.plans.append(FaultPlan(seed=1))
@@ -106,9 +109,30 @@ class Side:
     def wrong(self) -> list[int]:
         """Decode ranks whose memory is not what a room should make of it; all are as before a room then."""
         found = [number for number, held in enumerate(self.held) if not np.array_equal(held.memory, held.expected())]
+        self.reset()
+        return found
+
+    def reset(self) -> None:
+        """Make the memory what it was before any room."""
         for held in self.held:
             held.reset()
-        return found
+
+    def many(self, rooms: list[int], prefill: str, aborted: list[int]) -> None:
+        """Open many rooms at once on all ranks and hand over their pages; the ``aborted`` ones are aborted here by one rank, each by
+        another."""
+        for room in rooms:
+            self.hand_over(room, prefill)
+            if room in aborted:
+                self.abort(room, room % len(self.managers))
+
+    def all_ended(self, rooms: list[int]) -> dict[int, list[str]]:
+        """How they ended on each rank."""
+        return {room: self.ended(room) for room in rooms}
+
+    def all_clear(self, rooms: list[int]) -> None:
+        """Clear them on all ranks."""
+        for room in rooms:
+            self.clear(room)
 
     def left(self) -> dict[str, int]:
         """What is still stored of rooms, on all ranks together."""
@@ -135,8 +159,13 @@ def pools(held: Held) -> Iterator[Pool]:
 class Worker:
     """The other end of the pipe: calls what ``Side`` has, in the process that has it."""
 
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
+    def __init__(self, pipe: Connection, process: SpawnProcess) -> None:
+        self._pipe, self._process = pipe, process
+
+    def kill(self) -> None:
+        """End the process as a crash does, and wait until it is gone."""
+        self._process.kill()
+        self._process.join(PATIENCE_S)
 
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any) -> Any:
@@ -173,23 +202,25 @@ def serve(pipe: Connection, side: str, backend: str) -> None:
 
 
 @contextmanager
+def worker(side: str, backend: str) -> Iterator[Worker]:
+    """A process for ranks of a side."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, side, backend), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield Worker(ours, process)
+    finally:
+        ours.close()
+        process.join(PATIENCE_S)
+        if process.is_alive():
+            process.kill()
+            process.join(PATIENCE_S)
+
+
+@contextmanager
 def workers(backend: str) -> Iterator[tuple[Worker, Worker]]:
     """A process for prefill's ranks and one for decode's."""
-    context = multiprocessing.get_context("spawn")
-    pairs, processes = [], []
-    for side in ("prefill", "decode"):
-        ours, theirs = context.Pipe()
-        processes.append(process := context.Process(target=serve, args=(theirs, side, backend), daemon=True))
-        process.start()
-        theirs.close()
-        pairs.append(ours)
-    try:
-        yield Worker(pairs[0]), Worker(pairs[1])
-    finally:
-        for pipe in pairs:
-            pipe.close()
-        for process in processes:
-            process.join(PATIENCE_S)
-            if process.is_alive():
-                process.kill()
-                process.join(PATIENCE_S)
+    with worker("prefill", backend) as prefill, worker("decode", backend) as decode:
+        yield prefill, decode
