@@ -28,6 +28,9 @@ class Region:
     layer: int = 0
     part: str = ""
 
+    def __str__(self) -> str:
+        return f"region of {self.nbytes} bytes at {self.ptr:#x} on {self.device}"
+
 
 class PoolGeometry(msgspec.Struct, frozen=True):
     """What two pools must agree on to be paired, ``num_pages`` apart (T3). ``page_bytes`` has one entry per region."""
