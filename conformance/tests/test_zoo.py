@@ -31,6 +31,8 @@ CAUGHT = {
     "zoo-quitter": ("abort", "A5 T7"),
     "zoo-sweeping": ("abort", "T7"),
     "zoo-namesake": ("clear", "C4"),
+    "zoo-kinsman": ("clear", "C4"),
+    "zoo-grudging": ("abort", "C4"),
     "zoo-deaf": ("abort", "A5"),
     "zoo-ghost": ("clear", "C4"),
     "zoo-revenant": ("clear", "B4"),

@@ -45,12 +45,14 @@ NEVER_POSTED = TicketState(TicketKind.FAILED, "never posted", quiescent=True)
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """One transfer, and what has become of it. ``due``: when it is to be posted, if it is not with the engine."""
+    """One transfer, and what has become of it. ``due``: when it is to be posted, if it is not with the engine; ``took_s``: seconds that
+    ``kvcore_transfer`` took last."""
 
     transfer: Transfer
     ticket: Any = None
     state: TicketState = PENDING
     due: float | None = 0.0
+    took_s: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -150,10 +152,12 @@ class Engine:
 
     # --- the others
 
-    def post(self, name: str, room: int, to: str, pages: dict[str, list[list[int]]], times: int = 1, named: bool = True) -> int:
+    def post(
+        self, name: str, room: int, to: str, pages: dict[str, list[list[int]]], times: int = 1, named: bool = True, generation: int = 1
+    ) -> int:
         """Give the engine a batch; the number of its transfers. ``pages``: mine and theirs of each pool. Not ``named``: without their
-        page lists, also if the backend takes these."""
-        key = RoomKey("prefill", room, 0, 1)
+        page lists, also if the backend takes these. ``generation``: of the room's lifetime."""
+        key = RoomKey("prefill", room, 0, generation)
         parts = [Part(transfer) for _ in range(times) for transfer in self._transfers(key, to, pages, named)]
         self._batches[name] = batch = Batch(key, parts)
         if not parts:
@@ -169,6 +173,10 @@ class Engine:
         """Of each transfer: its state's kind, whether it is called quiescent, and the reason."""
         return [[part.state.kind.value, part.state.quiescent, part.state.reason] for part in self._batches[name].parts]
 
+    def took(self, name: str) -> list[float]:
+        """Seconds that ``kvcore_transfer`` took for each of them."""
+        return [part.took_s for part in self._batches[name].parts]
+
     def abort(self, name: str) -> None:
         """Cancel a batch, also one that has ended."""
         self._in_turn(lambda: self._cancel(self._batches[name]))
@@ -179,9 +187,9 @@ class Engine:
         tickets = [part.ticket for part in batch.parts if part.ticket is not None]
         self._in_turn(lambda: self._hooks.kvcore_abort(room=batch.room, tickets=tickets))
 
-    def clear(self, room: int) -> None:
-        """Have the backend drop a room; what still runs of it is asked for no more."""
-        self._in_turn(lambda: self._clear(RoomKey("prefill", room, 0, 1)))
+    def clear(self, room: int, generation: int = 1) -> None:
+        """Have the backend drop a room's lifetime; what still runs of it is asked for no more."""
+        self._in_turn(lambda: self._clear(RoomKey("prefill", room, 0, generation)))
 
     def held(self) -> list[int]:
         """Rooms that the backend says it holds something for."""
@@ -254,12 +262,14 @@ class Engine:
             part.state = NEVER_POSTED
             return
         with self._turn:
+            began = time.monotonic()
             try:
                 result = self._hooks.kvcore_transfer(transfer=part.transfer)
             except NothingPosted as error:
                 result = TicketState(TicketKind.FAILED, str(error), quiescent=True)
             except Exception as error:
                 result = TicketState(TicketKind.FAILED, f"kvcore_transfer raised {error!r}")
+            part.took_s = time.monotonic() - began
         if isinstance(result, TicketState):
             self._take(part, result)
             return

@@ -15,7 +15,13 @@ ALL = {"kv": (range(KV.pages), range(KV.pages))}
 OLD, NEW = {"kv": (range(24), range(24))}, {"kv": (range(24, KV.pages), range(24, KV.pages))}
 MANY = 100
 """So many times all pages: 38 MiB, so that it is still under way when the next call comes."""
-TRIES = 5
+FEW = 20
+TRIES, FREEZES = 5, 3
+GLANCE_S = 0.06
+"""Long enough for whoever calls a small ticket done too early."""
+STANDS_S = 1.2
+LIMIT_BYTES = 17 << 20
+"""A transfer's bytes where the backend sets no limit: more than 24 bits say."""
 
 
 def under_way(bare: Bare, name: str, times: int = MANY) -> int:
@@ -176,6 +182,25 @@ def test_c4_what_ends_after_clear_ends_nothing_else(bare: Bare) -> None:
     lacks = (bare.decode.memory.pages("kv") != bare.prefill.memory.pages("kv")).any(axis=(0, 2))[list(NEW["kv"][1])]
     assert brief(states) != {"done": len(states)} or not lacks.any(), f"it was done, and {lacks.sum()} of its pages were not in place"
     bare.prefill.do("clear", other)
+    bare.rests()
+
+
+@rule("C4")
+@pytest.mark.parametrize("how", ["aborted", "cleared"])
+def test_c4_the_next_lifetime_of_a_room_is_another(bare: Bare, how: str) -> None:
+    """The same number and attempt with another generation: that the old one is aborted, or cleared meanwhile, is nothing to it."""
+    room = under_way(bare, "old", FEW)
+    if how == "aborted":
+        error_of(lambda: bare.prefill.do("abort", "old"))  # what it raises, or does not end, is a matter of A5
+        bare.prefill.do("wait", "old", SOON_S, waits_s=SOON_S)
+        bare.prefill.do("clear", room)
+    bare.prefill.post("new", room, bare.to, NEW, times=5, generation=2)
+    if how == "cleared":
+        until(lambda: bare.prefill.do("took", "new")[0] > 0.0, "the new one's first transfer is with the engine")
+        bare.prefill.do("clear", room)
+    states = bare.prefill.ends("new")
+    assert set(brief(states)) == {"done"}, f"an old lifetime of the room was {how}, and the new one's tickets ended as {brief(states)}"
+    bare.prefill.do("clear", room, generation=2)
     bare.rests()
 
 
