@@ -91,6 +91,7 @@ class Engine:
         self._turn = threading.Lock() if self._able.exclusive else contextlib.nullcontext()
         self._slow = SlowThread("kvcore-slow")
         self._workers = ThreadPoolExecutor(1 if self._able.exclusive else self._able.parallel, "kvcore-worker")
+        self._connecting: Future[None] = Future()
         self._orders: deque[Callable[[], None]] = deque()
         self._bell = threading.Event()
         self._over = self._stuck = False
@@ -125,11 +126,24 @@ class Engine:
 
     def connect(self, peer: dict[str, Any], within: float = HOOK_S) -> None:
         """Make a peer reachable, as its ``peer`` described it; ``TimeoutError`` if that does not end."""
+        self.begin_connect(peer)
+        self.end_connect(within)
+
+    def begin_connect(self, peer: dict[str, Any]) -> None:
+        """The same, without waiting for it."""
         regions = tuple(Region(**region) for region in peer["regions"])
         pools = msgspec.convert(peer["pools"], tuple[PoolGeometry, ...])
         endpoint = Endpoint(bytes.fromhex(peer["data"]), [bytes.fromhex(key) for key in peer["keys"]])
         self._peers[peer["id"]] = Layout.of(pools, regions)
-        self._slowly(lambda: self._hooks.kvcore_connect(peer=Peer(peer["id"], endpoint, regions, pools)), within)
+        self._connecting = self._started(lambda: self._hooks.kvcore_connect(peer=Peer(peer["id"], endpoint, regions, pools)))
+
+    def connects(self) -> bool:
+        """Whether that which was begun last still goes on."""
+        return not self._connecting.done()
+
+    def end_connect(self, within: float = HOOK_S) -> None:
+        """Wait for it."""
+        self._result(self._connecting, within)
 
     def disconnect(self, peer: str) -> bool:
         """Whether it is proved that nothing of that peer is written here or read from here any more."""
@@ -197,15 +211,21 @@ class Engine:
 
     # --- threads
 
-    def _slowly(self, call: Callable[[], T], within: float = HOOK_S) -> T:
+    def _slowly(self, call: Callable[[], T]) -> T:
+        return self._result(self._started(call), HOOK_S)
+
+    def _started(self, call: Callable[[], T]) -> Future[T]:
         def work() -> T:
             with self._turn:
                 return call()
 
         if self._stuck:
             raise TimeoutError("an earlier hook has not returned")
+        return self._slow.run(work)
+
+    def _result(self, future: Future[T], within: float) -> T:
         try:
-            return self._slow.run(work).result(within)
+            return future.result(within)
         except FutureTimeout:
             self._stuck = True
             raise TimeoutError(f"the hook has not returned after {within:g} s") from None

@@ -205,6 +205,17 @@ def test_b6_abort_waits_for_nothing(bare: Bare) -> None:
     assert min(took) <= PROMPT_S, f"kvcore_abort of a batch under way took {[f'{one * 1000:.1f} ms' for one in took]}"
 
 
+@rule("B6")
+def test_b6_a_large_transfer_is_begun_and_not_awaited(bare: Bare, able: Capabilities) -> None:
+    """Unless the backend declares that it blocks."""
+    room = number()
+    bare.prefill.post("large", room, bare.to, ALL, times=FEW)
+    bare.prefill.do("wait", "large", SOON_S, waits_s=SOON_S)
+    least = min(bare.prefill.do("took", "large"))
+    assert able.blocking or least <= PROMPT_S, f"of {FEW} transfers at once none was begun in less than {least * 1000:.1f} ms"
+    bare.prefill.do("clear", room)
+
+
 @rule("T7")
 def test_t7_abort_and_clear_of_a_room_end_no_other_ones_tickets(bare: Bare) -> None:
     room, other = under_way(bare, "big"), number()
@@ -308,7 +319,7 @@ def test_t1_a_transfer_of_as_many_descriptors_as_declared_works(bare: Bare, able
 @rule("T1")
 @full
 def test_t1_a_transfer_of_as_many_bytes_as_declared_works(crew: Crew, able: Capabilities) -> None:
-    most = able.max_bytes or 8 << 20
+    most = able.max_bytes or LIMIT_BYTES
     with bare_pair(crew, [PoolSpec("kv", pages=4, page_bytes=most // 2, layers=1)]) as large:
         parts = large.moves({"kv": ([0, 1], [2, 3])})
         assert parts == 1, f"{most} bytes were to be one transfer, and are {parts}"
