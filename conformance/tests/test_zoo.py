@@ -23,6 +23,8 @@ CAUGHT = {
     "zoo-edgy": ("transfer", "R6 T1 T2"),
     "zoo-narrow": ("transfer", "T1"),
     "zoo-wrapping": ("transfer", "T2"),
+    "zoo-bytewise": ("transfer", "T1"),
+    "zoo-stubby": ("transfer", "T1"),
     "zoo-touchy": ("clear", "C2"),
     "zoo-strict": ("clear", "C2"),
     "zoo-hoarder": ("abort", "B4"),
@@ -31,11 +33,15 @@ CAUGHT = {
     "zoo-quitter": ("abort", "A5 T7"),
     "zoo-sweeping": ("abort", "T7"),
     "zoo-namesake": ("clear", "C4"),
+    "zoo-kinsman": ("clear", "C4"),
+    "zoo-grudging": ("abort", "C4"),
     "zoo-deaf": ("abort", "A5"),
     "zoo-ghost": ("clear", "C4"),
     "zoo-revenant": ("clear", "B4"),
     "zoo-squirrel": ("clear", "B4"),
     "zoo-hasty": ("transfer", "A5 C4 R2 R3 R5 R6"),  # what is over before its bytes are there, nothing can wait for
+    "zoo-inline": ("transfer", "R6"),
+    "zoo-impatient": ("peer", "R3"),
     "zoo-dropper": ("transfer", "R6 T1"),
     "zoo-calm": ("abort", "R2 R3 R5"),
     "zoo-unposted": ("transfer", "R3"),
@@ -44,18 +50,23 @@ CAUGHT = {
     "zoo-miscast": ("abort", "A5"),
     "zoo-slow": ("transfer", "B6"),
     "zoo-sluggish": ("transfer", "B6"),
+    "zoo-synchronous": ("transfer", "B6"),
     "zoo-lazy": ("start", "B3"),
     "zoo-greedy": ("transfer", "T1"),
     "zoo-once": ("start", "B7"),
     "zoo-halfway": ("start", "B7"),  # though what it declares lifts the rule
     "zoo-bursting": ("start", "B7"),
+    "zoo-undead": ("start", "R3"),
     "zoo-eager": ("start", "B1"),
     "zoo-leaky": ("transfer", "B4"),
     "zoo-loyal": ("peer", "P3 R4"),
     "zoo-boastful": ("peer", "R4"),
+    "zoo-returning": ("peer", "R4"),
     "zoo-modest": ("peer", "R4"),
     "zoo-trusting": ("peer", "T7"),
     "zoo-patient": ("peer", "B5"),
+    "zoo-locked": ("peer", "B5"),
+    "zoo-queuing": ("peer", "B5"),
     "zoo-puzzled": ("peer", "B5"),
     "zoo-careless": ("peer", "T7"),
 }
@@ -65,7 +76,10 @@ LATE = ("abort", "clear", "peer")
 """Faults that no transfer shows: only rooms that are aborted or cleared, and peers that are lost or come back."""
 LATE_ONES = 15
 
-IN_FULL = {"zoo-wrapping": "above_4_gib"}
+IN_FULL = {
+    "zoo-wrapping": "above_4_gib", "zoo-stubby": "as_many_bytes_as_declared", "zoo-impatient": "while_the_reader_stands_still",
+    "zoo-locked": "peer_that_cannot_be_reached",
+}  # fmt: skip
 """Those that the profile ``full`` alone sees, with the test that does."""
 
 ALWAYS = ("zoo-touchy", "zoo-quitter")

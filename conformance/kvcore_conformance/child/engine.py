@@ -45,12 +45,14 @@ NEVER_POSTED = TicketState(TicketKind.FAILED, "never posted", quiescent=True)
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """One transfer, and what has become of it. ``due``: when it is to be posted, if it is not with the engine."""
+    """One transfer, and what has become of it. ``due``: when it is to be posted, if it is not with the engine; ``took_s``: seconds that
+    ``kvcore_transfer`` took last."""
 
     transfer: Transfer
     ticket: Any = None
     state: TicketState = PENDING
     due: float | None = 0.0
+    took_s: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -89,6 +91,7 @@ class Engine:
         self._turn = threading.Lock() if self._able.exclusive else contextlib.nullcontext()
         self._slow = SlowThread("kvcore-slow")
         self._workers = ThreadPoolExecutor(1 if self._able.exclusive else self._able.parallel, "kvcore-worker")
+        self._connecting: Future[None] = Future()
         self._orders: deque[Callable[[], None]] = deque()
         self._bell = threading.Event()
         self._over = self._stuck = False
@@ -123,11 +126,24 @@ class Engine:
 
     def connect(self, peer: dict[str, Any], within: float = HOOK_S) -> None:
         """Make a peer reachable, as its ``peer`` described it; ``TimeoutError`` if that does not end."""
+        self.begin_connect(peer)
+        self.end_connect(within)
+
+    def begin_connect(self, peer: dict[str, Any]) -> None:
+        """The same, without waiting for it."""
         regions = tuple(Region(**region) for region in peer["regions"])
         pools = msgspec.convert(peer["pools"], tuple[PoolGeometry, ...])
         endpoint = Endpoint(bytes.fromhex(peer["data"]), [bytes.fromhex(key) for key in peer["keys"]])
         self._peers[peer["id"]] = Layout.of(pools, regions)
-        self._slowly(lambda: self._hooks.kvcore_connect(peer=Peer(peer["id"], endpoint, regions, pools)), within)
+        self._connecting = self._started(lambda: self._hooks.kvcore_connect(peer=Peer(peer["id"], endpoint, regions, pools)))
+
+    def connects(self) -> bool:
+        """Whether that which was begun last still goes on."""
+        return not self._connecting.done()
+
+    def end_connect(self, within: float = HOOK_S) -> None:
+        """Wait for it."""
+        self._result(self._connecting, within)
 
     def disconnect(self, peer: str) -> bool:
         """Whether it is proved that nothing of that peer is written here or read from here any more."""
@@ -150,10 +166,12 @@ class Engine:
 
     # --- the others
 
-    def post(self, name: str, room: int, to: str, pages: dict[str, list[list[int]]], times: int = 1, named: bool = True) -> int:
+    def post(
+        self, name: str, room: int, to: str, pages: dict[str, list[list[int]]], times: int = 1, named: bool = True, generation: int = 1
+    ) -> int:
         """Give the engine a batch; the number of its transfers. ``pages``: mine and theirs of each pool. Not ``named``: without their
-        page lists, also if the backend takes these."""
-        key = RoomKey("prefill", room, 0, 1)
+        page lists, also if the backend takes these. ``generation``: of the room's lifetime."""
+        key = RoomKey("prefill", room, 0, generation)
         parts = [Part(transfer) for _ in range(times) for transfer in self._transfers(key, to, pages, named)]
         self._batches[name] = batch = Batch(key, parts)
         if not parts:
@@ -169,6 +187,10 @@ class Engine:
         """Of each transfer: its state's kind, whether it is called quiescent, and the reason."""
         return [[part.state.kind.value, part.state.quiescent, part.state.reason] for part in self._batches[name].parts]
 
+    def took(self, name: str) -> list[float]:
+        """Seconds that ``kvcore_transfer`` took for each of them."""
+        return [part.took_s for part in self._batches[name].parts]
+
     def abort(self, name: str) -> None:
         """Cancel a batch, also one that has ended."""
         self._in_turn(lambda: self._cancel(self._batches[name]))
@@ -179,9 +201,9 @@ class Engine:
         tickets = [part.ticket for part in batch.parts if part.ticket is not None]
         self._in_turn(lambda: self._hooks.kvcore_abort(room=batch.room, tickets=tickets))
 
-    def clear(self, room: int) -> None:
-        """Have the backend drop a room; what still runs of it is asked for no more."""
-        self._in_turn(lambda: self._clear(RoomKey("prefill", room, 0, 1)))
+    def clear(self, room: int, generation: int = 1) -> None:
+        """Have the backend drop a room's lifetime; what still runs of it is asked for no more."""
+        self._in_turn(lambda: self._clear(RoomKey("prefill", room, 0, generation)))
 
     def held(self) -> list[int]:
         """Rooms that the backend says it holds something for."""
@@ -189,15 +211,21 @@ class Engine:
 
     # --- threads
 
-    def _slowly(self, call: Callable[[], T], within: float = HOOK_S) -> T:
+    def _slowly(self, call: Callable[[], T]) -> T:
+        return self._result(self._started(call), HOOK_S)
+
+    def _started(self, call: Callable[[], T]) -> Future[T]:
         def work() -> T:
             with self._turn:
                 return call()
 
         if self._stuck:
             raise TimeoutError("an earlier hook has not returned")
+        return self._slow.run(work)
+
+    def _result(self, future: Future[T], within: float) -> T:
         try:
-            return self._slow.run(work).result(within)
+            return future.result(within)
         except FutureTimeout:
             self._stuck = True
             raise TimeoutError(f"the hook has not returned after {within:g} s") from None
@@ -254,12 +282,14 @@ class Engine:
             part.state = NEVER_POSTED
             return
         with self._turn:
+            began = time.monotonic()
             try:
                 result = self._hooks.kvcore_transfer(transfer=part.transfer)
             except NothingPosted as error:
                 result = TicketState(TicketKind.FAILED, str(error), quiescent=True)
             except Exception as error:
                 result = TicketState(TicketKind.FAILED, f"kvcore_transfer raised {error!r}")
+            part.took_s = time.monotonic() - began
         if isinstance(result, TicketState):
             self._take(part, result)
             return

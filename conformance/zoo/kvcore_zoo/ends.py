@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvcore import TicketKind, TicketState, Transfer, hookimpl
 from kvcore.backends.local import Job
-from kvcore.hookspecs import DONE, PENDING, NothingPosted
+from kvcore.hookspecs import DONE, PENDING, RETRY, NothingPosted
 from kvcore.planner import I32, U64
 from kvcore.states import RoomKey
 from kvcore_zoo.animal import Animal
 
 LARGE = 1 << 16
 """Bytes of a transfer from which on some of them misbehave."""
+MOST_S = 0.5
 _never = threading.Event()
 
 
@@ -30,6 +33,46 @@ class Hasty(Animal):
     def _send(self, job: Job) -> TicketState:
         _never.wait(0.05 if job.transfer.nbytes > LARGE else 0.0)
         return super()._send(job)
+
+
+class Inline(Animal):
+    """Small tickets are done when the last of them was handed to the socket."""
+
+    name = "zoo-inline"
+
+    def _send(self, job: Job) -> TicketState:
+        if job.transfer.nbytes > LARGE:
+            return super()._send(job)
+        return super()._send(replace(job, link=replace(job.link, sock=_Socket(job))))
+
+
+class _Socket:
+    """A ticket's: who waits for the answer is done."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self.sendall = job, job.link.sock.sendall
+
+    def recv(self, most: int, flags: int) -> bytes:
+        self._job.state = self._job.state if self._job.cancelled else DONE
+        return self._job.link.sock.recv(most, flags)
+
+
+class Impatient(Animal):
+    """A ticket that has run for half a second is to be tried again, and its write goes on."""
+
+    name = "zoo-impatient"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since: dict[Job, float] = {}
+
+    @hookimpl
+    def kvcore_poll(self, tickets: Sequence[Job]) -> list[TicketState]:
+        now = time.monotonic()
+        self._since = {job: self._since.get(job, now) for job in tickets if job.begun}
+        states = super().kvcore_poll(tickets)
+        late = [state is PENDING and now - self._since.get(job, now) > MOST_S for job, state in zip(tickets, states, strict=True)]
+        return [RETRY if over else state for over, state in zip(late, states, strict=True)]
 
 
 class Dropper(Animal):
@@ -123,7 +166,5 @@ class Miscast(Animal):
 
 
 def _without_last(transfer: Transfer) -> Transfer:
-    from dataclasses import replace
-
     arrays = ("local_region", "remote_region", "local_offset", "remote_offset", "length")
     return replace(transfer, **{name: getattr(transfer, name)[:-1] for name in arrays})
