@@ -41,7 +41,7 @@ def rooms_pass(pair: Pair, rooms: int) -> Worn:
 
 
 @rule("C7")
-@pytest.mark.parametrize("rooms", [10, pytest.param(300, marks=full)])
+@pytest.mark.parametrize("rooms", [4, pytest.param(300, marks=full)])
 def test_c7_many_rooms_leave_nothing_in_the_stores(crew: Crew, rooms: int) -> None:
     with paired(crew) as pair:
         rooms_pass(pair, rooms)
@@ -52,7 +52,7 @@ def test_c7_many_rooms_leave_nothing_in_the_stores(crew: Crew, rooms: int) -> No
 
 
 @rule("B4")
-@pytest.mark.parametrize("rooms", [30, pytest.param(300, marks=full)])
+@pytest.mark.parametrize("rooms", [12, pytest.param(300, marks=full)])
 def test_b4_many_rooms_leave_nothing_in_the_backend(crew: Crew, rooms: int) -> None:
     with paired(crew) as pair:
         worn = rooms_pass(pair, rooms)
