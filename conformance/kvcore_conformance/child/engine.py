@@ -40,6 +40,8 @@ HOOK_S = 15.0
 """The longest that a hook may take before it is said to hang."""
 OFTEN = ("kvcore_poll", "kvcore_progress", "kvcore_held_rooms")
 """Hooks that are called all the time, and not worth an event."""
+MOST_PARTS = 2
+"""So many transfers a time at most, on the whole: very many wear down what drives them, and not the engine."""
 NEVER_POSTED = TicketState(TicketKind.FAILED, "never posted", quiescent=True)
 
 
@@ -152,9 +154,10 @@ class Engine:
 
     def post(self, name: str, room: int, to: str, pages: dict[str, list[list[int]]], times: int = 1, named: bool = True) -> int:
         """Give the engine a batch; the number of its transfers. ``pages``: mine and theirs of each pool. Not ``named``: without their
-        page lists, also if the backend takes these."""
+        page lists, also if the backend takes these. All of it ``times`` times, or less often where limits make many transfers of it."""
         key = RoomKey("prefill", room, 0, 1)
-        parts = [Part(transfer) for _ in range(times) for transfer in self._transfers(key, to, pages, named)]
+        once = list(self._transfers(key, to, pages, named))
+        parts = [Part(transfer) for _ in range(max(1, min(times, MOST_PARTS * times // max(1, len(once))))) for transfer in once]
         self._batches[name] = batch = Batch(key, parts)
         if not parts:
             batch.over.set()

@@ -7,7 +7,7 @@ import pytest
 from kvcore import Capabilities
 from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.arena import POOLS, number
-from kvcore_conformance.stage.bare import PROMPT_S, TINY, Bare, State, bare_pair, brief, descriptors, engines
+from kvcore_conformance.stage.bare import MOST_BYTES, PROMPT_S, TINY, Bare, State, bare_pair, brief, descriptors, engines
 from kvcore_conformance.stage.driver import SOON_S, Crew, PoolSpec, error_of, until
 
 KV, AUX = POOLS
@@ -212,7 +212,7 @@ def test_t1_a_transfer_of_as_many_descriptors_as_declared_works(bare: Bare, able
 @rule("T1")
 @full
 def test_t1_a_transfer_of_as_many_bytes_as_declared_works(crew: Crew, able: Capabilities) -> None:
-    most = able.max_bytes or 8 << 20
+    most = min(able.max_bytes or 8 << 20, MOST_BYTES)
     with bare_pair(crew, [PoolSpec("kv", pages=4, page_bytes=most // 2, layers=1)]) as large:
         parts = large.moves({"kv": ([0, 1], [2, 3])})
         assert parts == 1, f"{most} bytes were to be one transfer, and are {parts}"
