@@ -227,11 +227,13 @@ class KVCoreSpec:
 
     @hookspec(firstresult=True)
     def kvcore_open(self, options: BaseModel, context: OpenContext) -> None:
-        """Required. Start the engine. Slow thread."""
+        """Required. Start the engine, or raise. Others of the process, of other managers, go on. Slow thread."""
 
     @hookspec(firstresult=True)
     def kvcore_register(self, regions: Sequence[Region]) -> None:
-        """Required. Register all regions, or raise ``RegistrationError`` with none left registered (B3). Slow thread."""
+        """Required. Register all regions, or raise ``RegistrationError`` with none left registered (B3): called again, with memory that is
+        good, it takes that. Slow thread.
+        """
 
     @hookspec(firstresult=True)
     def kvcore_unregister(self, regions: Sequence[Region]) -> None:
@@ -257,7 +259,7 @@ class KVCoreSpec:
 
     @hookspec(firstresult=True)
     def kvcore_transfer(self, transfer: Transfer) -> Ticket | TicketState:
-        """Required. Start one batch; its ticket, or a terminal state if it has ended already.
+        """Required. Start one batch; its ticket, unlike all others that have not ended, or a terminal state if it has ended already.
 
         ``NothingPosted`` is a quiescent failure, any other exception is not. After a partial post return a ticket that
         covers what was posted. Progress thread, or a worker if ``blocking``.
@@ -289,7 +291,7 @@ class KVCoreSpec:
 
     @hookspec(firstresult=True)
     def kvcore_close(self) -> None:
-        """Required. Stop the engine; idempotent. Slow thread."""
+        """Required. Stop the engine, and no other of the process, and leave no thread or port of it. Idempotent. Slow thread."""
 
     @hookspec
     def kvcore_on_event(self, event: Event) -> None:

@@ -60,6 +60,10 @@ CAUGHT = {
     "zoo-patient": ("peer", "B5"),
     "zoo-puzzled": ("peer", "B5"),
     "zoo-careless": ("peer", "T7"),
+    "zoo-counting": ("transfer", "R6"),
+    "zoo-littering": ("start", "B7"),
+    "zoo-halfhearted": ("start", "B3"),
+    "zoo-sharing": ("start", "T7"),
 }
 """By backend: in what it differs from a healthy one, and the rules that it breaks. More than one where its fault breaks more than one."""
 

@@ -83,6 +83,7 @@ class Engine:
         made = [worker.pool(**pool, seed=0) for pool in pools]
         self._regions = tuple(region for pool in made for region in pool.regions)
         self._pools = tuple(pool.geometry for pool in made)
+        self._made = made  # the memory itself, which another engine's of this process may take the place of
         self._layout = Layout.of(self._pools, self._regions)
         logger = logging.getLogger(f"kvcore.backends.{backend}")
         self._context = OpenContext(instance, side, 0, "127.0.0.1", "127.0.0.1", logger, self._pools)
@@ -96,6 +97,8 @@ class Engine:
         self._over = self._stuck = False
         self.abort_s = 0.0
         """Seconds that ``kvcore_abort`` took last."""
+        self.twins = 0
+        """How many tickets at once equalled another one that had not ended either, at the most."""
         self._thread = threading.Thread(target=self._run, name="kvcore-progress", daemon=True)
 
     # --- slow hooks
@@ -106,9 +109,9 @@ class Engine:
         if self._thread.ident is None:
             self._thread.start()
 
-    def register(self, extra: list[list[Any]] | None = None) -> None:
-        """Register all memory; ``extra``: regions more, as address, bytes and device."""
-        regions = [*self._regions, *(Region(ptr, nbytes, device) for ptr, nbytes, device in extra or ())]
+    def register(self, second: list[Any] | None = None) -> None:
+        """Register all memory; ``second``: address, bytes and device of what is given in the place of the second region."""
+        regions = [self._regions[0], Region(*second), *self._regions[2:]] if second else self._regions
         self._slowly(lambda: self._hooks.kvcore_register(regions=regions))
 
     def unregister(self) -> None:
@@ -273,8 +276,10 @@ class Engine:
 
     def _poll(self, parts: list[Part]) -> None:
         if parts:
+            tickets = [part.ticket for part in parts]
+            self.twins = max(self.twins, len(tickets) - len(set(tickets)))
             try:
-                states = self._hooks.kvcore_poll(tickets=[part.ticket for part in parts])
+                states = self._hooks.kvcore_poll(tickets=tickets)
             except Exception as error:
                 states = [TicketState(TicketKind.FAILED, f"kvcore_poll raised {error!r}")] * len(parts)
             for part, state in zip(parts, states, strict=True):

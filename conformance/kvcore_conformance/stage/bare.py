@@ -40,7 +40,7 @@ class Engine:
     """An engine in a child, see ``kvcore_conformance.child.engine``."""
 
     def __init__(self, child: Child, side: str, memory: Memory, instance: str = "") -> None:
-        self.child, self.memory = child, memory
+        self.child, self.side, self.memory = child, side, memory
         child.role = side
         self.instance = instance or f"{side}-{child.pid}-{next(_names)}"
         self._name = f"engine {next(_names)}"
@@ -226,6 +226,17 @@ def engines(crew: Crew, *sides: str, pools: Sequence[PoolSpec] = POOLS, instance
             found.append(Engine(child, side, memory, instances[n] if instances else ""))
             stack.callback(_end, found[-1])
         yield found
+
+
+@contextmanager
+def beside(engine: Engine) -> Iterator[Engine]:
+    """Another engine of a side in its process, not open yet; closed with the context."""
+    with tempfile.TemporaryDirectory(prefix="kvcore-", dir=shared()) as folder:
+        other = Engine(engine.child, engine.side, Memory(Path(folder), POOLS))
+        try:
+            yield other
+        finally:
+            _end(other)
 
 
 def _end(engine: Engine) -> None:

@@ -15,6 +15,8 @@ ALL = {"kv": (range(KV.pages), range(KV.pages))}
 OLD, NEW = {"kv": (range(24), range(24))}, {"kv": (range(24, KV.pages), range(24, KV.pages))}
 MANY = 100
 """So many times all pages: 38 MiB, so that it is still under way when the next call comes."""
+LIVE = 400
+"""Tickets at once."""
 TRIES = 5
 
 
@@ -102,6 +104,17 @@ def test_r3_what_is_refused_when_much_is_under_way_is_not_written(bare: Bare) ->
         assert not late, f"all tickets had ended ({brief(states)}), and pages {late} were written after that"
     bare.prefill.do("clear", room)
     bare.rests()
+
+
+@rule("R6")
+def test_r6_tickets_that_are_live_at_once_are_told_apart(bare: Bare) -> None:
+    """So many that a number of eight bits does not do."""
+    room = number()
+    bare.prefill.post("many", room, bare.to, {"aux": ([1], [2])}, times=LIVE)
+    error_of(lambda: bare.prefill.ends("many"))
+    twins = bare.prefill.do("twins")
+    assert twins == 0, f"of tickets that had not ended {twins} equalled another"
+    bare.prefill.do("clear", room)
 
 
 @rule("C2")
