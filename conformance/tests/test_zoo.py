@@ -1,4 +1,4 @@
-"""The proof that the kit sees: each broken backend of the zoo fails exactly the rules that it breaks, and the healthy one none."""
+"""The proof that the kit sees: each broken backend of the zoo fails exactly the rules that it breaks, and the healthy ones none."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ LIMIT_S = 600.0
 
 CAUGHT = {
     "zoo-healthy": ("", ""),
+    "zoo-frugal": ("", ""),
+    "zoo-literal": ("", ""),
     "zoo-sloppy": ("transfer", "T2"),
     "zoo-edgy": ("transfer", "R6 T1 T2"),
     "zoo-narrow": ("transfer", "T1"),
@@ -69,6 +71,10 @@ CAUGHT = {
     "zoo-queuing": ("peer", "B5"),
     "zoo-puzzled": ("peer", "B5"),
     "zoo-careless": ("peer", "T7"),
+    "zoo-counting": ("transfer", "R6"),
+    "zoo-littering": ("start", "B7"),
+    "zoo-halfhearted": ("start", "B3"),
+    "zoo-sharing": ("start", "T7"),
 }
 """By backend: in what it differs from a healthy one, and the rules that it breaks. More than one where its fault breaks more than one."""
 
@@ -104,7 +110,9 @@ def test_most_faults_show_in_no_transfer() -> None:
 def test_the_zoo_s_page_says_the_same() -> None:
     rows = re.findall(r"^\| `(zoo-\w+)` \| [^|]+ \| (\w+) \| ([A-Z0-9, ]+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     page = {name: (kind, rules.replace(",", "")) for name, kind, rules in rows}
-    assert page == {name: caught for name, caught in CAUGHT.items() if name != "zoo-healthy"}
+    assert page == {name: (kind, rules) for name, (kind, rules) in CAUGHT.items() if rules}
+    whole = re.findall(r"^\| `(zoo-\w+)` \| [^|]+ \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(whole) == {name for name, (_, rules) in CAUGHT.items() if not rules}
 
 
 def run_over(name: str, *command: str) -> subprocess.CompletedProcess[str]:

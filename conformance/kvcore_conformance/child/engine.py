@@ -40,6 +40,8 @@ HOOK_S = 15.0
 """The longest that a hook may take before it is said to hang."""
 OFTEN = ("kvcore_poll", "kvcore_progress", "kvcore_held_rooms")
 """Hooks that are called all the time, and not worth an event."""
+MOST_PARTS = 2
+"""So many transfers a time at most, on the whole: very many wear down what drives them, and not the engine."""
 NEVER_POSTED = TicketState(TicketKind.FAILED, "never posted", quiescent=True)
 
 
@@ -83,6 +85,7 @@ class Engine:
         made = [worker.pool(**pool, seed=0) for pool in pools]
         self._regions = tuple(region for pool in made for region in pool.regions)
         self._pools = tuple(pool.geometry for pool in made)
+        self._made = made  # the memory itself, which another engine's of this process may take the place of
         self._layout = Layout.of(self._pools, self._regions)
         logger = logging.getLogger(f"kvcore.backends.{backend}")
         self._context = OpenContext(instance, side, 0, "127.0.0.1", "127.0.0.1", logger, self._pools)
@@ -97,6 +100,8 @@ class Engine:
         self._over = self._stuck = False
         self.abort_s = 0.0
         """Seconds that ``kvcore_abort`` took last."""
+        self.twins = 0
+        """How many tickets at once equalled another one that had not ended either, at the most."""
         self._thread = threading.Thread(target=self._run, name="kvcore-progress", daemon=True)
 
     # --- slow hooks
@@ -107,9 +112,9 @@ class Engine:
         if self._thread.ident is None:
             self._thread.start()
 
-    def register(self, extra: list[list[Any]] | None = None) -> None:
-        """Register all memory; ``extra``: regions more, as address, bytes and device."""
-        regions = [*self._regions, *(Region(ptr, nbytes, device) for ptr, nbytes, device in extra or ())]
+    def register(self, second: list[Any] | None = None) -> None:
+        """Register all memory; ``second``: address, bytes and device of what is given in the place of the second region."""
+        regions = [self._regions[0], Region(*second), *self._regions[2:]] if second else self._regions
         self._slowly(lambda: self._hooks.kvcore_register(regions=regions))
 
     def unregister(self) -> None:
@@ -170,9 +175,11 @@ class Engine:
         self, name: str, room: int, to: str, pages: dict[str, list[list[int]]], times: int = 1, named: bool = True, generation: int = 1
     ) -> int:
         """Give the engine a batch; the number of its transfers. ``pages``: mine and theirs of each pool. Not ``named``: without their
-        page lists, also if the backend takes these. ``generation``: of the room's lifetime."""
+        page lists, also if the backend takes these. ``generation``: of the room's lifetime. All of it ``times`` times, or less often where
+        limits make many transfers of it."""
         key = RoomKey("prefill", room, 0, generation)
-        parts = [Part(transfer) for _ in range(times) for transfer in self._transfers(key, to, pages, named)]
+        once = list(self._transfers(key, to, pages, named))
+        parts = [Part(transfer) for _ in range(max(1, min(times, MOST_PARTS * times // max(1, len(once))))) for transfer in once]
         self._batches[name] = batch = Batch(key, parts)
         if not parts:
             batch.over.set()
@@ -300,8 +307,10 @@ class Engine:
 
     def _poll(self, parts: list[Part]) -> None:
         if parts:
+            tickets = [part.ticket for part in parts]
+            self.twins = max(self.twins, len(tickets) - len(set(tickets)))
             try:
-                states = self._hooks.kvcore_poll(tickets=[part.ticket for part in parts])
+                states = self._hooks.kvcore_poll(tickets=tickets)
             except Exception as error:
                 states = [TicketState(TicketKind.FAILED, f"kvcore_poll raised {error!r}")] * len(parts)
             for part, state in zip(parts, states, strict=True):

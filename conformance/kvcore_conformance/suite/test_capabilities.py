@@ -7,7 +7,7 @@ import pytest
 from kvcore import Capabilities
 from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.arena import POOLS, number
-from kvcore_conformance.stage.bare import PROMPT_S, TINY, Bare, State, bare_pair, brief, descriptors, engines
+from kvcore_conformance.stage.bare import MOST_BYTES, PROMPT_S, TINY, Bare, State, bare_pair, brief, descriptors, engines
 from kvcore_conformance.stage.driver import SOON_S, Crew, PoolSpec, error_of, stays, until
 from kvcore_conformance.stage.frozen import standing_still
 
@@ -17,6 +17,8 @@ OLD, NEW = {"kv": (range(24), range(24))}, {"kv": (range(24, KV.pages), range(24
 MANY = 100
 """So many times all pages: 38 MiB, so that it is still under way when the next call comes."""
 FEW = 20
+LIVE = 400
+"""Tickets at once."""
 TRIES, FREEZES = 5, 3
 GLANCE_S = 0.06
 """Long enough for whoever calls a small ticket done too early."""
@@ -177,6 +179,17 @@ def test_r3_a_closed_engine_that_can_fence_takes_nothing_in(bare: Bare, crew: Cr
         bare.prefill.do("disconnect", pair.to)
 
 
+@rule("R6")
+def test_r6_tickets_that_are_live_at_once_are_told_apart(bare: Bare) -> None:
+    """So many that a number of eight bits does not do."""
+    room = number()
+    bare.prefill.post("many", room, bare.to, {"aux": ([1], [2])}, times=LIVE)
+    error_of(lambda: bare.prefill.ends("many"))
+    twins = bare.prefill.do("twins")
+    assert twins == 0, f"of tickets that had not ended {twins} equalled another"
+    bare.prefill.do("clear", room)
+
+
 @rule("C2")
 @pytest.mark.parametrize("when", ["never posted", "done", "running"])
 def test_c2_the_backend_may_clear_a_room_any_number_of_times(bare: Bare, when: str) -> None:
@@ -319,7 +332,7 @@ def test_t1_a_transfer_of_as_many_descriptors_as_declared_works(bare: Bare, able
 @rule("T1")
 @full
 def test_t1_a_transfer_of_as_many_bytes_as_declared_works(crew: Crew, able: Capabilities) -> None:
-    most = able.max_bytes or LIMIT_BYTES
+    most = min(able.max_bytes or LIMIT_BYTES, MOST_BYTES)
     with bare_pair(crew, [PoolSpec("kv", pages=4, page_bytes=most // 2, layers=1)]) as large:
         parts = large.moves({"kv": ([0, 1], [2, 3])})
         assert parts == 1, f"{most} bytes were to be one transfer, and are {parts}"

@@ -128,10 +128,10 @@ def test_b6_hooks_on_the_progress_thread_are_quick(crew: Crew) -> None:
 
 
 def senseless(bare: Bare) -> list[dict[str, str]]:
-    """Peers whose endpoints are not what any engine has said."""
+    """Peers whose endpoints are not what any engine has said. The first names this one whole, with bytes behind it that may be ignored."""
     good = bare.decode.peer()
     whole = bytes.fromhex(good["data"])
-    some = (b"", b"\0" * 64, random.Random(1).randbytes(200), whole[: len(whole) // 2], whole + b"\xff" * 9)
+    some = (whole + b"\xff" * 9, b"", b"\0" * 64, random.Random(1).randbytes(200), whole[: len(whole) // 2])
     return [{**good, "id": f"stranger-{number()}", "data": data.hex()} for data in some]
 
 
@@ -148,10 +148,10 @@ def test_b5_a_connect_to_what_makes_no_sense_ends(bare: Bare) -> None:
 
 @rule("T7")
 def test_t7_an_endpoint_that_makes_no_sense_is_an_error_of_that_peer_only(bare: Bare) -> None:
-    for bad in senseless(bare):
+    for n, bad in enumerate(senseless(bare)):
         error = error_of(lambda bad=bad: bare.prefill.do("connect", bad, within=BOUND_S))  # type: ignore[misc]
-        assert error is not None, f"to connect to an endpoint that begins with {bad['data'][:40]!r} (hex) raised nothing"
-        if error.kind == "TimeoutError":  # a matter of B5, and this engine serves no more
+        assert error is not None or n == 0, f"to connect to an endpoint that begins with {bad['data'][:40]!r} (hex) raised nothing"
+        if error is not None and error.kind == "TimeoutError":  # a matter of B5, and this engine serves no more
             bare.prefill.child.end()
             return
         bare.prefill.do("disconnect", bad["id"])

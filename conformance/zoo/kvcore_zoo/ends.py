@@ -165,6 +165,33 @@ class Miscast(Animal):
         return [DONE if job.cancelled and state is not PENDING else state for job, state in zip(tickets, states, strict=True)]
 
 
+class Counting(Animal):
+    """Tickets are numbers of eight bits."""
+
+    name = "zoo-counting"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next, self._numbered = 0, dict[int, Job]()
+
+    @hookimpl
+    def kvcore_transfer(self, transfer: Transfer) -> int | TicketState:  # type: ignore[override]
+        ticket = super().kvcore_transfer(transfer)
+        if isinstance(ticket, TicketState):
+            return ticket
+        self._next = (self._next + 1) % 256
+        self._numbered[self._next] = ticket
+        return self._next
+
+    @hookimpl
+    def kvcore_poll(self, tickets: Sequence[int]) -> list[TicketState]:  # type: ignore[override]
+        return super().kvcore_poll([self._numbered[number] for number in tickets])
+
+    @hookimpl
+    def kvcore_abort(self, room: RoomKey, tickets: Sequence[int]) -> None:  # type: ignore[override]
+        super().kvcore_abort(room, [self._numbered[number] for number in tickets])
+
+
 def _without_last(transfer: Transfer) -> Transfer:
     arrays = ("local_region", "remote_region", "local_offset", "remote_offset", "length")
     return replace(transfer, **{name: getattr(transfer, name)[:-1] for name in arrays})

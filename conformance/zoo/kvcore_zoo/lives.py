@@ -162,3 +162,25 @@ class Leaky(Animal):
     def kvcore_transfer(self, transfer: Transfer) -> Job | TicketState:
         os.open(os.devnull, os.O_RDONLY)
         return super().kvcore_transfer(transfer)
+
+
+class Littering(Animal):
+    """Close leaves the port that it listened at, and the thread of that."""
+
+    name = "zoo-littering"
+
+    @hookimpl
+    def kvcore_close(self) -> None:
+        self._connections.discard(self._listener)
+        super().kvcore_close()
+
+
+class Halfhearted(Animal):
+    """A registration that is refused leaves the regions before the bad one registered."""
+
+    name = "zoo-halfhearted"
+
+    @hookimpl
+    def kvcore_register(self, regions: Sequence[Region]) -> None:
+        for region in regions:
+            super().kvcore_register([region])

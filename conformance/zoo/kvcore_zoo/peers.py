@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -203,3 +204,21 @@ class Careless(Animal):
         if self.spoilt:
             raise RuntimeError("metadata corrupt")
         return super().kvcore_transfer(transfer)
+
+
+class Sharing(Animal):
+    """Connections belong to the process: close ends those of all managers in it."""
+
+    name = "zoo-sharing"
+    _all: ClassVar[weakref.WeakSet[Sharing]] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._all.add(self)
+
+    @hookimpl
+    def kvcore_close(self) -> None:
+        for one in list(self._all):
+            mine = set(one._links.values())
+            one._stop(mine.__contains__, "closed")
+        super().kvcore_close()
