@@ -8,7 +8,7 @@ import re
 import socket
 from dataclasses import dataclass
 
-from kvcore.errors import ConfigError, shown
+from kvcore.errors import ConfigError, cause, shown
 
 log = logging.getLogger("kvcore.addresses")
 
@@ -91,6 +91,21 @@ def own_host() -> str:
             host = "127.0.0.1"
     log.info("host: chose %s as the address given to peers; set host to override", host)
     return host
+
+
+def own_address(backend: str, host: str, family: socket.AddressFamily = socket.AF_UNSPEC) -> str:
+    """The address of this host that ``host`` means, IPv6 without brackets, for an engine that is to listen there.
+
+    Raises ``ConfigError`` if it cannot: an engine may take a minute to find that out, or end the process over it.
+    """
+    try:
+        found, kind, _, _, place = socket.getaddrinfo(host, 0, family, socket.SOCK_STREAM)[0]
+        with socket.socket(found, kind) as probe:
+            probe.bind(place)
+    except OSError as error:
+        wanted = "an IPv4 address" if family == socket.AF_INET else "an address"
+        raise ConfigError(f"backend {backend!r} cannot listen on host {host!r} ({cause(error)}); give {wanted} of this host") from error
+    return str(place[0])
 
 
 def _checked(host: str, what: str, text: str, form: str) -> str:

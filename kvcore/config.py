@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from kvcore import addresses
@@ -40,6 +40,17 @@ def _seconds(value: object) -> object:
 
 
 Seconds = Annotated[float, BeforeValidator(_seconds)]
+
+
+def like(pattern: str, form: str) -> AfterValidator:
+    """For the type of a text: that all of it matches ``pattern``, of which an error says ``form``, for people."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"must be {form}")
+        return text
+
+    return AfterValidator(check)
 
 
 class _Model(BaseModel):
@@ -71,7 +82,11 @@ def describe(what: str, error: ValidationError, places: Mapping[str, str] = Mapp
 
 MOST_LISTED = 8
 """Settings that one error names; of more it gives the number."""
-_ADVICE = {"missing": "required and not set, set it", "extra_forbidden": "there is no such setting, correct its name or remove it"}
+_ADVICE = {
+    "missing": "required and not set, set it",
+    "extra_forbidden": "there is no such setting, correct its name or remove it",
+    "tuple_type": 'must be a list, such as ["a", "b"]',
+}
 
 
 def _wrong(error: ValidationError, prefix: tuple[int | str, ...] = ()) -> Iterator[tuple[str, ErrorDetails]]:

@@ -227,15 +227,17 @@ class KVCoreSpec:
 
     @hookspec(firstresult=True)
     def kvcore_open(self, options: BaseModel, context: OpenContext) -> None:
-        """Required. Start the engine. Slow thread."""
+        """Required. Start the engine, or raise. Others of the process, of other managers, go on. Slow thread."""
 
     @hookspec(firstresult=True)
     def kvcore_register(self, regions: Sequence[Region]) -> None:
-        """Required. Register all regions, or raise ``RegistrationError`` with none left registered (B3). Slow thread."""
+        """Required. Register all regions, or raise ``RegistrationError`` with none left registered (B3): called again, with memory that is
+        good, it takes that. Slow thread.
+        """
 
     @hookspec(firstresult=True)
     def kvcore_unregister(self, regions: Sequence[Region]) -> None:
-        """Undo ``kvcore_register``. Slow thread. Default: nothing."""
+        """Undo ``kvcore_register``, also one that raised; called once for each. Slow thread. Default: nothing."""
 
     @hookspec(firstresult=True)
     def kvcore_endpoint(self) -> Endpoint:  # type: ignore[empty-body]
@@ -243,15 +245,21 @@ class KVCoreSpec:
 
     @hookspec(firstresult=True)
     def kvcore_connect(self, peer: Peer) -> None:
-        """Required. Make a peer reachable; bounded in time. Raise if it is not. Slow thread."""
+        """Required. Make a peer reachable; bounded in time. Raise if it is not. Slow thread.
+
+        Its endpoint may be any bytes; those behind a whole one may be ignored.
+        """
 
     @hookspec(firstresult=True)
     def kvcore_disconnect(self, peer: str) -> bool:  # type: ignore[empty-body]
-        """Forget a peer. True only if from now on nothing of it can be written here or read from here. Default: False. Slow thread."""
+        """Forget a peer. True only if from now on nothing of it can be written here or read from here. Default: False. Slow thread.
+
+        Also for a peer that is not connected: that was forgotten before, or that ``kvcore_connect`` raised for last.
+        """
 
     @hookspec(firstresult=True)
     def kvcore_transfer(self, transfer: Transfer) -> Ticket | TicketState:
-        """Required. Start one batch; its ticket, or a terminal state if it has ended already.
+        """Required. Start one batch; its ticket, unlike all others that have not ended, or a terminal state if it has ended already.
 
         ``NothingPosted`` is a quiescent failure, any other exception is not. After a partial post return a ticket that
         covers what was posted. Progress thread, or a worker if ``blocking``.
@@ -269,7 +277,8 @@ class KVCoreSpec:
     def kvcore_abort(self, room: RoomKey, tickets: Sequence[Ticket]) -> None:
         """Cancel as far as the engine can; each ticket must still end in ``kvcore_poll``. Default: nothing. Progress thread.
 
-        A transfer of the room that still blocks on a worker has no ticket yet and is not listed; it is meant too.
+        A transfer of the room that still blocks on a worker has no ticket yet and is not listed; it is meant too. The list may be
+        empty, and tickets on it may have been reported ended: those stay as they are.
         """
 
     @hookspec(firstresult=True)
@@ -282,7 +291,7 @@ class KVCoreSpec:
 
     @hookspec(firstresult=True)
     def kvcore_close(self) -> None:
-        """Required. Stop the engine; idempotent. Slow thread."""
+        """Required. Stop the engine, and no other of the process, and leave no thread or port of it. Idempotent. Slow thread."""
 
     @hookspec
     def kvcore_on_event(self, event: Event) -> None:

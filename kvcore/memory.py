@@ -29,6 +29,9 @@ class Region:
     layer: int = 0
     part: str = ""
 
+    def __str__(self) -> str:
+        return f"region of {self.nbytes} bytes at {self.ptr:#x} on {self.device}"
+
 
 class PoolGeometry(msgspec.Struct, frozen=True):
     """What a pool is, as a peer is told. ``page_bytes``, ``layers`` and ``parts`` have one entry per region."""

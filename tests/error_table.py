@@ -426,6 +426,10 @@ def failed(code: FailureCode) -> Case:
 
 CASES = [
     Case("note of variables", odd_note, ConfigError, ("MINE_SET_BY_KVCORE", "'odd'", "unset it"), ValueError),
+    Case("variable that can be none", lambda t: set_variables("mine", {"A=B": "x"}, logging.getLogger()), BackendOptionsError,
+         ("'mine'", "environment", "'A=B'")),
+    Case("host that is another's", lambda t: addresses.own_address("mine", "192.0.2.1"), ConfigError, ("'mine'", "'192.0.2.1'", "address"),
+         OSError),
     Case("address that is no text", lambda t: addresses.parse(5, "admin"), ConfigError, ("admin", "5", "host:port")),  # type: ignore[arg-type]
     Case("address without port", lambda t: addresses.parse("nowhere", "admin"), ConfigError, ("admin", "'nowhere'", "no port number")),
     Case("port out of range", lambda t: addresses.parse("a:70000", "admin"), ConfigError, ("admin", "'a:70000'", "70000")),

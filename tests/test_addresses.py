@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from hypothesis import given, strategies as st
 
-from kvcore.addresses import Address, parse, parse_host
+from kvcore.addresses import Address, own_address, parse, parse_host
 from kvcore.errors import ConfigError, shown
 
 
@@ -143,3 +145,21 @@ def test_any_text_is_an_address_or_a_config_error(text: str) -> None:
     except ConfigError:
         return
     assert str(address).casefold() == text.casefold() or int(text.rpartition(":")[2]) == address.port
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_an_address_of_this_host_is_found_for_an_engine_that_listens_there(host: str) -> None:
+    assert own_address("mine", host, socket.AF_INET) == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("host", "family", "wanted"),
+    [
+        ("192.0.2.1", socket.AF_UNSPEC, "an address"),
+        ("::1", socket.AF_INET, "an IPv4 address"),
+        ("2001:db8::1", socket.AF_UNSPEC, "an address"),
+    ],
+)
+def test_an_address_of_another_host_is_refused_at_once(host: str, family: socket.AddressFamily, wanted: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^backend 'mine' cannot listen on host '{host}' \(.*\); give {wanted} of this host$"):
+        own_address("mine", host, family)

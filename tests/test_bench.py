@@ -95,6 +95,15 @@ def test_a_backend_that_offers_no_floor_is_measured_by_itself(tmp_path: Path) ->
     assert [one["raw"] for one in found["results"]] == [None]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(("backend", "said"), [("plain", True), ("local", False)])
+def test_a_table_says_why_there_is_no_engine_alone_in_it(backend: str, said: bool, tmp_path: Path) -> None:
+    arguments = ("rooms", "--backend", backend, "--rooms", "4", "--in-flight", "1", "--repeats", "1")
+    done = kvcore("bench", *arguments, path=make_backend(tmp_path, "plain"))
+    assert (done.returncode, done.stderr) == (0, "")
+    last = done.stdout.splitlines()[-1]
+    assert (last.startswith("no engine alone beside it: no floor of plain is installed") and "kvcore-floors" in last) is said
+
+
 def test_the_planner_is_measured_and_a_missed_target_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

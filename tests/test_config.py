@@ -6,12 +6,12 @@ import logging
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from kvcore.config import Config, Limits, Security, Topology, describe
+from kvcore.config import Config, Limits, Security, Topology, describe, like
 from kvcore.errors import ConfigError, KVCoreError
 from kvcore.layouts import Place
 
@@ -261,6 +261,8 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, content: bytes | No
 
 class Model(BaseModel):
     size: int = Field(1, le=9)
+    names: tuple[str, ...] = ()
+    where: Annotated[str, like("a+://b", "a://b")] = ""
     even: int = 2
 
     @field_validator("even")
@@ -294,6 +296,9 @@ def test_a_number_in_the_environment_may_have_any_length(monkeypatch: pytest.Mon
         ({"size": 10}, "Thing refused: size: input should be less than or equal to 9, got 10"),
         ({"even": 3}, "Thing refused: even: must be even, got 3"),
         ({"size": 10, "even": 3}, "Thing refused: size: input should be less than or equal to 9, got 10; even: must be even, got 3"),
+        ({"names": "eth0"}, 'Thing refused: names: must be a list, such as ["a", "b"], got \'eth0\''),
+        ({"where": "a://bc"}, "Thing refused: where: must be a://b, got 'a://bc'"),
+        ({"where": "aa://b\n"}, "Thing refused: where: must be a://b, got 'aa://b\\n'"),
         ({"size": "a\nb"}, "Thing refused: size: input should be a valid integer, unable to parse string as an integer, got 'a\\nb'"),
     ],
 )

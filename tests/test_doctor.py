@@ -116,6 +116,13 @@ def test_facts_that_cannot_be_told_are_a_fact_and_no_failure(tmp_path: Path, mon
     assert "KeyError" in found.about.facts[0].value and "must fix kvcore_facts" in found.about.facts[0].advice
 
 
+def test_facts_are_there_also_if_decode_would_be_first_to_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = "@hookimpl\ndef kvcore_facts(self): threading.Event().wait(2); return [Fact('engine', '9.8')]\n"
+    found = checked(tmp_path, monkeypatch, late + "@hookimpl\ndef kvcore_open(self): raise OSError('no such device')")
+    assert "no such device" in found.problem
+    assert found.about is not None and [fact.value for fact in found.about.facts] == ["9.8"]
+
+
 def test_whatever_a_backend_says_is_shown_in_printable_lines(tmp_path: Path) -> None:
     make_backend(
         tmp_path, "odd", r"@hookimpl" "\n" r"def kvcore_facts(self): return [Fact('a\nb', 'c\x1b[2J\ud800\u20ac' + 'd' * 3000, 'e')]"

@@ -11,7 +11,9 @@ import sys
 import pytest
 
 from kvcore import Config, ConfigError
-from kvcore.environment import set_variables
+from kvcore.environment import set_variables, variables
+from kvcore.errors import BackendOptionsError
+from kvcore.hookspecs import Fact
 
 log = logging.getLogger("kvcore.test")
 CHILD = """
@@ -67,6 +69,31 @@ def test_b2_a_note_that_is_not_ours_is_named(environment: dict[str, str], noted:
     environment["MINE_SET_BY_KVCORE"] = noted
     with pytest.raises(ConfigError, match="^MINE_SET_BY_KVCORE=.* is not what kvcore notes there .*; unset it$"):
         set_variables("mine", {}, log)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "flaw"),
+    [
+        ({"": "x"}, "'' is no variable's name"),
+        ({"A=B": "x"}, "'A=B' is no variable's name"),
+        ({"A\0": "x"}, "'A\\x00' is no variable's name"),
+        ({"\ud800": "x"}, "'\\ud800' is no variable's name"),
+        ({"A": "x\0"}, "A cannot be 'x\\x00'"),
+        ({"A": "\ud800"}, "A cannot be '\\ud800'"),
+    ],
+)
+def test_b2_what_no_process_can_have_set_is_named_and_nothing_is_changed(
+    environment: dict[str, str], wanted: dict[str, str], flaw: str
+) -> None:
+    with pytest.raises(BackendOptionsError) as error:
+        set_variables("mine", {"X_NEW": "1"} | wanted, log)
+    assert str(error.value) == f"options of backend 'mine' refused: environment: {flaw}; correct it"
+    assert "X_NEW" not in environment and "MINE_SET_BY_KVCORE" not in environment
+
+
+def test_variables_are_a_fact_if_there_are_any(environment: dict[str, str]) -> None:
+    assert variables("X_") == [Fact("environment", "X_PROCESS=1, X_SAME=s")]
+    assert variables("X_S", "Y_") == [Fact("environment", "X_SAME=s")] and variables("Y_") == []
 
 
 def test_settings_are_still_loaded_after_it(environment: dict[str, str]) -> None:

@@ -11,14 +11,14 @@ import pytest
 
 from kvcore.errors import KVCoreError, one_line
 from kvcore_conformance import __version__
-from kvcore_conformance.report.write import prepare
+from kvcore_conformance.minutes import minutes
+from kvcore_conformance.report.write import JUNIT, writable
 from kvcore_conformance.subject import Subject, options_from
 from kvcore_conformance.waivers import Waivers
 
 PLUGIN = "kvcore_conformance.plugin"
 SUITE = "kvcore_conformance.suite"
 TIMEOUT_S = 120
-MOST_MINUTES = 10_000
 EXIT: dict[int, int] = {pytest.ExitCode.OK: 0, pytest.ExitCode.USAGE_ERROR: 2, pytest.ExitCode.NO_TESTS_COLLECTED: 2}
 """What is neither, such as a run that was interrupted, has not shown that the contract is kept."""
 
@@ -35,7 +35,7 @@ def run(arguments: Sequence[str]) -> int:
         Subject(chosen.backend, options_from(chosen.options) if chosen.options is not None else {}).check()
         Waivers.read(chosen.waivers)
         if chosen.report is not None:
-            prepare(chosen.report)  # pytest itself would fail at the end
+            writable(chosen.report, JUNIT)  # pytest itself would fail at the end
     except KVCoreError as error:
         sys.stderr.write(f"kvcore-conformance: {one_line(error)}\n")
         return 2
@@ -47,18 +47,8 @@ def run(arguments: Sequence[str]) -> int:
         if (value := getattr(chosen, name)) is not None:
             words.append(f"--kvcore-{name}={value.absolute() if isinstance(value, Path) else value}")
     if chosen.report is not None:
-        words.append(f"--junitxml={chosen.report.absolute() / 'junit.xml'}")
+        words.append(f"--junitxml={chosen.report.absolute() / JUNIT}")
     return EXIT.get(int(pytest.main([*words, *more, "--pyargs", SUITE])), 1)
-
-
-def minutes(text: str) -> float:
-    """Of a soak, as the command line has them."""
-    try:
-        if 0 <= (found := float(text)) <= MOST_MINUTES:
-            return found
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is no number of minutes from 0 to {MOST_MINUTES}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvcore.errors import KVCoreError
+from kvcore_conformance.minutes import minutes
 from kvcore_conformance.subject import Subject, options_from
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--kvcore-profile", choices=("quick", "full"), default="quick", help="quick: every rule once")
     group.addoption("--kvcore-report", type=Path, metavar="DIR", help="where the report is written")
     group.addoption("--kvcore-waivers", type=Path, metavar="FILE", help="rules that may fail, each with reason and date of expiry")
-    group.addoption("--kvcore-soak", type=float, default=0.0, metavar="MINUTES", help="a mixed load for so long")
+    group.addoption("--kvcore-soak", type=minutes, default=0.0, metavar="MINUTES", help="a mixed load for so long")
     group.addoption("--kvcore-seed", type=int, default=None, metavar="N", help="of what is drawn at random")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcore.errors import KVCoreError, one_line
+from kvcore.errors import KVCoreError, cause, one_line
 from kvcore_conformance import suite
 from kvcore_conformance.plugin import CREW, FAILED, chosen, in_profile, seed
 from kvcore_conformance.report.model import Check, Report, Story
@@ -37,6 +37,7 @@ class Recorder:
         self._others_fail = items[0].session.testsfailed > 0
         self._subject: Subject | None = None
         self._report: Report | None = None
+        self._unwritten: list[str] = []
         self._refused = False
 
     @pytest.hookimpl(wrapper=True)
@@ -89,20 +90,29 @@ class Recorder:
         if crew is not None:
             crew.told = []
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Judge what was run; a rule that does not hold fails the run."""
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
+        """Judge what was run; a rule that does not hold fails the run, and so does a file that cannot be written, pytest's own too."""
+        try:
+            yield
+        except OSError as error:
+            self._unwritten.append(f"a file about the run could not be written ({cause(error)}); make room, and run it again")
+        if not self._refused:
+            self._judge(session)
+
+    def _judge(self, session: pytest.Session) -> None:
         config = self._config
-        if self._refused:
-            return
         self._report = report = judge(Run(
             self._subject or chosen(config), list(self._checks.values()), config.getoption("--kvcore-profile"), seed(config),
             time.monotonic() - self._started, self._waivers,
         ))  # fmt: skip
         if self._folder is not None:
-            write(report, self._folder)
+            try:
+                write(report, self._folder)
+            except KVCoreError as error:
+                self._unwritten.append(one_line(error))
         if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            well = report.holds and not self._others_fail
+            well = report.holds and not self._others_fail and not self._unwritten
             session.exitstatus = pytest.ExitCode.OK if well else pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -110,7 +120,7 @@ class Recorder:
         if self._report is None:
             return
         terminalreporter.section("the transfer contract")
-        for line in table(self._report):
+        for line in (*table(self._report), *self._unwritten):
             terminalreporter.line(line)
 
 

@@ -49,8 +49,9 @@ def options_from(file: Path) -> dict[str, Any]:
     """A backend's options from a TOML or JSON file; raises ``ConfigError`` naming the file."""
     try:
         text = file.read_text(encoding="utf-8")
-        found = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
-    except (OSError, ValueError) as error:
+        found = json.loads(text) if file.suffix.lower() == ".json" else tomllib.loads(text)
+        json.dumps(found, default=str)  # they are to travel, which what is nested too deep cannot
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"options file {str(file)!r} cannot be read ({one_line(error)}); pass a TOML or JSON file") from error
     if not isinstance(found, dict):
         raise ConfigError(f"options file {str(file)!r} holds no table of options; pass one")

@@ -55,7 +55,7 @@ class Waivers:
             by_rule = {one.rule: one for one in entries}
             if len(by_rule) < len(entries):
                 raise ValueError("it waives a rule twice")
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             text = f"waivers file {str(file)!r} cannot be read ({one_line(error)})"
             raise ConfigError(f"{text}; write [[waiver]] with rule, reason and expires = 2027-01-31") from error
         return cls(by_rule)

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from kvcore_conformance import __version__, command
 from kvcore_conformance.report.model import BUDGET_S, Check, Report, RuleResult, read
+from kvcore_conformance.report.write import FILES
+from kvcore_conformance.subject import options_from
 
 MOST_S = 90.0
 """The longest that a run of some tests may take."""
@@ -32,6 +34,8 @@ S1 = """
     def test_s1_holds():
         pass
 """
+
+A2 = S1.replace("S1", "A2").replace("s1", "a2")
 
 
 @dataclass(frozen=True)
@@ -107,8 +111,23 @@ def test_what_the_command_does_not_know_is_passed_on(monkeypatch: pytest.MonkeyP
         (["--backend", "local", "--waivers", "none.toml"], "", "waivers file 'none.toml' cannot be read"),
         (["--backend", "local", "--report", "FILE"], "", "a report cannot be written into '.*file.toml'"),
         (["--backend", "local", "--report", "/proc/report"], "", "a report cannot be written into '/proc/report'"),
+        (["--backend", "local", "--options", "FILE"], f"port = {'[' * 100_000}", "options file .* cannot be read"),
+        (["--backend", "local", "--waivers", "FILE"], f"waiver = {'[' * 100_000}", "waivers file .* cannot be read"),
     ],
-    ids=["backend", "options", "an option", "no options", "waivers", "a table", "no reason", "no waivers", "a file", "no folder"],
+    ids=[
+        "backend",
+        "options",
+        "an option",
+        "no options",
+        "waivers",
+        "a table",
+        "no reason",
+        "no waivers",
+        "a file",
+        "no folder",
+        "deep options",
+        "deep waivers",
+    ],
 )
 def test_a_wrong_call_ends_with_2_and_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str, says: str
@@ -120,11 +139,42 @@ def test_a_wrong_call_ends_with_2_and_one_line(
     assert re.match(f"kvcore-conformance: .*{says}", error) and error.count("\n") == 1
 
 
+def test_options_are_json_by_their_suffix_however_it_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("options.json", "options.JSON"):
+        (tmp_path / name).write_text('{"port": 0}', encoding="utf-8")
+        assert options_from(tmp_path / name) == {"port": 0}
+    (tmp_path / "deep.json").write_text("[" * 100_000, encoding="utf-8")
+    assert command.run(["--backend", "local", "--options", str(tmp_path / "deep.json")]) == 2
+    error = capsys.readouterr().err
+    assert "deep.json' cannot be read" in error and error.count("\n") == 1
+
+
+def test_a_folder_in_the_place_of_a_report_s_file_is_a_wrong_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in (*FILES, "junit.xml"):
+        (tmp_path / name / name).mkdir(parents=True)
+        assert command.run(["--backend", "local", "--report", str(tmp_path / name)]) == 2
+        error = capsys.readouterr().err
+        assert re.match("kvcore-conformance: a report cannot be written into", error) and error.count("\n") == 1
+
+
+def test_a_wrong_call_leaves_an_earlier_report_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pytest, "main", lambda words: pytest.ExitCode.USAGE_ERROR)
+    (tmp_path / "badge.svg").write_text("green", encoding="utf-8")
+    assert command.run(["--backend", "local", "--report", str(tmp_path)]) == 2
+    assert [(file.name, file.read_text(encoding="utf-8")) for file in tmp_path.iterdir()] == [("badge.svg", "green")]
+
+
 @pytest.mark.parametrize("soak", ["-3", "nan", "inf", "long"])
 def test_a_soak_of_no_such_time_is_a_wrong_call(capsys: pytest.CaptureFixture[str], soak: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         command.run(["--backend", "local", f"--soak={soak}"])
     assert f"'{soak}' is no number of minutes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("soak", ["-3", "nan", "inf", "long"])
+def test_nor_is_it_one_for_the_plugin(tmp_path: Path, soak: str) -> None:
+    ran = run(tmp_path, f"--kvcore-soak={soak}", test_s=S1)
+    assert ran.code == pytest.ExitCode.USAGE_ERROR and f"'{soak}' is no number of minutes" in ran.out
 
 
 def test_the_version_and_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,13 +314,33 @@ def test_a_waived_failure_ends_with_0_but_other_failures_count(tmp_path: Path) -
     assert run(tmp_path, "--kvcore-waivers=waivers.toml", **files, test_own="def test_own(): assert False").code == 1
 
 
+DIES = S1.replace("S1", "A2").replace("s1", "a2").replace("pass", "import os; os.kill(os.getpid(), 15)")
+
+
+def test_a_run_that_is_ended_leaves_no_report_of_an_earlier_one(tmp_path: Path) -> None:
+    files = {"conftest": TWO_RULES, "test_s": S1, "test_a": A2}
+    assert run(tmp_path, "--junitxml=out/junit.xml", **files).code == 0
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == sorted((*FILES, "junit.xml"))
+    assert run(tmp_path, "--junitxml=out/junit.xml", **{**files, "test_a": DIES}).code == -15
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [*FILES, "junit.xml"])
+def test_a_report_that_cannot_be_written_fails_the_run_and_leaves_the_verdict(tmp_path: Path, name: str) -> None:
+    full = A2.replace("pass", f"import os; os.symlink('/dev/full', 'out/{name}')")
+    ran = run(tmp_path, "--junitxml=out/junit.xml", conftest=TWO_RULES, test_s=S1, test_a=full)
+    assert ran.code == 1 and "Traceback" not in ran.out and "INTERNALERROR" not in ran.out
+    assert re.search(r"holds: 2 passed.*could not be written.*No space left", ran.out, re.DOTALL), ran.out
+    left = {file.name for file in (tmp_path / "out").iterdir()}
+    assert left == ({"junit.xml"} if name != "junit.xml" else {"junit.xml", *FILES}), left
+
+
 def test_tests_that_a_run_does_not_come_to_are_not_run(tmp_path: Path) -> None:
     more = S1.replace("S1", "A2").replace("s1", "a2").replace("pass", "raise KeyboardInterrupt")
     ran = run(tmp_path, conftest=TWO_RULES, test_1=more, test_2=S1)
     assert ran.code == 2 and [ran.rule(name).outcome for name in ("A2", "S1")] == ["not run", "not run"]
 
 
-A2 = S1.replace("S1", "A2").replace("s1", "a2")
 TWO_OF_A2 = A2 + A2.partition("\n\n")[2].replace("holds", "holds_too").join(("\n\n", "\n"))
 
 

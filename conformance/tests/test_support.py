@@ -52,7 +52,8 @@ def test_the_support_command_prints_it_and_refuses_what_is_no_report(tmp_path: P
         "| mine, TCP | kvcore-mine 0.3.0 | its own | 1.0 | holds | none |",
         "| mine | kvcore-mine 0.3.0 | its own | 1.0 | holds | none |",
     ]
-    for arguments in ([], [str(tmp_path / "none.json")]):
+    (tmp_path / "deep.json").write_text("[" * 100_000, encoding="utf-8")
+    for arguments in ([], [str(tmp_path / "none.json")], [str(tmp_path / "deep.json")]):
         assert main(arguments) == 2
         assert capsys.readouterr().err.count("\n") == 1
 

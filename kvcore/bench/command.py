@@ -58,7 +58,7 @@ def rooms(
     parameters = measurement.Parameters(rooms, tuple(in_flight), page_bytes, repeats)
     with progress() as watch:
         results = measurement.measure(setup, parameters, watch)
-    _tell("bench rooms", setup, parameters, results, measurement.table(results), json_file)
+    _tell("bench rooms", setup, parameters, results, [*measurement.table(results), *_lack(backend)], json_file)
 
 
 @bench.command()
@@ -83,7 +83,7 @@ def bandwidth(
     parameters = measurement.Parameters(tuple(page_bytes), room_bytes, repeats, tuple(one.value for one in order))
     with progress() as watch:
         results = measurement.measure(setup, parameters, watch)
-    _tell("bench bandwidth", setup, parameters, results, measurement.table(results), json_file)
+    _tell("bench bandwidth", setup, parameters, results, [*measurement.table(results), *_lack(backend)], json_file)
 
 
 @bench.command()
@@ -140,3 +140,12 @@ def _tell(command: str, setup: Setup | None, parameters: Any, results: list[Any]
 
     if not write_json(json_file, report(command, setup, parameters, results)):
         typer.echo("\n".join(table))
+
+
+def _lack(backend: str) -> list[str]:
+    """For the end of a table: why nothing stands beside its figures."""
+    from kvcore.bench.floor import offered
+
+    if offered(backend) is not None:
+        return []
+    return [f"no engine alone beside it: no floor of {backend} is installed (kvcore-floors has those of nixl and mooncake)"]

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from kvcore.doctor.patient import About, Address, Closed, Leave, Moved, Settings, work
+from kvcore.doctor.patient import About, Address, Closed, Known, Leave, Moved, Settings, work
 from kvcore.installed import InstalledBackend
 from kvcore.progress import Watch
 from kvcore.sides import Sides, ToolError
@@ -50,6 +50,7 @@ def examine(backend: InstalledBackend, settings: Settings, watch: Watch) -> Find
     try:
         with Sides("doctor", work, settings, settings.limit_s, watch, settings.debug) as sides:
             about = sides.hear("prefill", About)
+            sides.tell("decode", Known())
             sides.tell("decode", sides.hear("prefill", Address))
             sides.hear_both(Moved)
             sides.tell_both(Leave())

@@ -45,6 +45,11 @@ class About:
 
 
 @dataclass(frozen=True, slots=True)
+class Known:
+    """To decode: prefill has told of itself, so that no failure comes before that."""
+
+
+@dataclass(frozen=True, slots=True)
 class Address:
     """From prefill, passed on to decode: where prefill is."""
 
@@ -78,6 +83,9 @@ def work(side: Side, settings: Settings, link: Link) -> None:
     if side == "prefill":
         link.progress("asking for facts about its engine")
         link.tell(_about(info, plugins.hook.kvcore_facts))
+    else:
+        link.progress("waiting for prefill's facts")
+        link.hear(Known)
     link.progress("allocating memory")
     buffers = [Buffer(info.capabilities.memory, PAGES, PAGE_BYTES) for _ in range(LAYERS)]
     pool = kvcore.Pool.from_tensors("kv", [buffer.tensor for buffer in buffers], page_size=1)

@@ -41,17 +41,21 @@ HOOK_S = 15.0
 """The longest that a hook may take before it is said to hang."""
 OFTEN = ("kvcore_poll", "kvcore_progress", "kvcore_held_rooms")
 """Hooks that are called all the time, and not worth an event."""
+MOST_PARTS = 2
+"""So many transfers a time at most, on the whole: very many wear down what drives them, and not the engine."""
 NEVER_POSTED = TicketState(TicketKind.FAILED, "never posted", quiescent=True)
 
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """One transfer, and what has become of it. ``due``: when it is to be posted, if it is not with the engine."""
+    """One transfer, and what has become of it. ``due``: when it is to be posted, if it is not with the engine; ``took_s``: seconds that
+    ``kvcore_transfer`` took last."""
 
     transfer: Transfer
     ticket: Any = None
     state: TicketState = PENDING
     due: float | None = 0.0
+    took_s: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -82,6 +86,7 @@ class Engine:
         made = [worker.pool(**pool, seed=0) for pool in pools]
         self._regions = tuple(region for pool in made for region in pool.regions)
         self._pools = tuple(pool.geometry for pool in made)
+        self._made = made  # the memory itself, which another engine's of this process may take the place of
         self._layout = Layout.of(self._pools, self._regions)
         logger = logging.getLogger(f"kvcore.backends.{backend}")
         self._context = OpenContext(instance, side, 0, "127.0.0.1", "127.0.0.1", logger, self._pools)
@@ -90,11 +95,14 @@ class Engine:
         self._turn = threading.Lock() if self._able.exclusive else contextlib.nullcontext()
         self._slow = SlowThread("kvcore-slow")
         self._workers = ThreadPoolExecutor(1 if self._able.exclusive else self._able.parallel, "kvcore-worker")
+        self._connecting: Future[None] = Future()
         self._orders: deque[Callable[[], None]] = deque()
         self._bell = threading.Event()
         self._over = self._stuck = False
         self.abort_s = 0.0
         """Seconds that ``kvcore_abort`` took last."""
+        self.twins = 0
+        """How many tickets at once equalled another one that had not ended either, at the most."""
         self._thread = threading.Thread(target=self._run, name="kvcore-progress", daemon=True)
 
     # --- slow hooks
@@ -105,9 +113,9 @@ class Engine:
         if self._thread.ident is None:
             self._thread.start()
 
-    def register(self, extra: list[list[Any]] | None = None) -> None:
-        """Register all memory; ``extra``: regions more, as address, bytes and device."""
-        regions = [*self._regions, *(Region(ptr, nbytes, device) for ptr, nbytes, device in extra or ())]
+    def register(self, second: list[Any] | None = None) -> None:
+        """Register all memory; ``second``: address, bytes and device of what is given in the place of the second region."""
+        regions = [self._regions[0], Region(*second), *self._regions[2:]] if second else self._regions
         self._slowly(lambda: self._hooks.kvcore_register(regions=regions))
 
     def unregister(self) -> None:
@@ -124,11 +132,24 @@ class Engine:
 
     def connect(self, peer: dict[str, Any], within: float = HOOK_S) -> None:
         """Make a peer reachable, as its ``peer`` described it; ``TimeoutError`` if that does not end."""
+        self.begin_connect(peer)
+        self.end_connect(within)
+
+    def begin_connect(self, peer: dict[str, Any]) -> None:
+        """The same, without waiting for it."""
         regions = tuple(Region(**region) for region in peer["regions"])
         pools = msgspec.convert(peer["pools"], tuple[PoolGeometry, ...])
         endpoint = Endpoint(bytes.fromhex(peer["data"]), [bytes.fromhex(key) for key in peer["keys"]])
         self._peers[peer["id"]] = Layout.of(pools, regions)
-        self._slowly(lambda: self._hooks.kvcore_connect(peer=Peer(peer["id"], endpoint, regions, pools)), within)
+        self._connecting = self._started(lambda: self._hooks.kvcore_connect(peer=Peer(peer["id"], endpoint, regions, pools)))
+
+    def connects(self) -> bool:
+        """Whether that which was begun last still goes on."""
+        return not self._connecting.done()
+
+    def end_connect(self, within: float = HOOK_S) -> None:
+        """Wait for it."""
+        self._result(self._connecting, within)
 
     def disconnect(self, peer: str) -> bool:
         """Whether it is proved that nothing of that peer is written here or read from here any more."""
@@ -151,11 +172,15 @@ class Engine:
 
     # --- the others
 
-    def post(self, name: str, room: int, to: str, pages: dict[str, list[list[int]]], times: int = 1, named: bool = True) -> int:
+    def post(
+        self, name: str, room: int, to: str, pages: dict[str, list[list[int]]], times: int = 1, named: bool = True, generation: int = 1
+    ) -> int:
         """Give the engine a batch; the number of its transfers. ``pages``: mine and theirs of each pool. Not ``named``: without their
-        page lists, also if the backend takes these."""
-        key = RoomKey("prefill", room, 0, 1)
-        parts = [Part(transfer) for _ in range(times) for transfer in self._transfers(key, to, pages, named)]
+        page lists, also if the backend takes these. ``generation``: of the room's lifetime. All of it ``times`` times, or less often where
+        limits make many transfers of it."""
+        key = RoomKey("prefill", room, 0, generation)
+        once = list(self._transfers(key, to, pages, named))
+        parts = [Part(transfer) for _ in range(max(1, min(times, MOST_PARTS * times // max(1, len(once))))) for transfer in once]
         self._batches[name] = batch = Batch(key, parts)
         if not parts:
             batch.over.set()
@@ -170,6 +195,10 @@ class Engine:
         """Of each transfer: its state's kind, whether it is called quiescent, and the reason."""
         return [[part.state.kind.value, part.state.quiescent, part.state.reason] for part in self._batches[name].parts]
 
+    def took(self, name: str) -> list[float]:
+        """Seconds that ``kvcore_transfer`` took for each of them."""
+        return [part.took_s for part in self._batches[name].parts]
+
     def abort(self, name: str) -> None:
         """Cancel a batch, also one that has ended."""
         self._in_turn(lambda: self._cancel(self._batches[name]))
@@ -180,9 +209,9 @@ class Engine:
         tickets = [part.ticket for part in batch.parts if part.ticket is not None]
         self._in_turn(lambda: self._hooks.kvcore_abort(room=batch.room, tickets=tickets))
 
-    def clear(self, room: int) -> None:
-        """Have the backend drop a room; what still runs of it is asked for no more."""
-        self._in_turn(lambda: self._clear(RoomKey("prefill", room, 0, 1)))
+    def clear(self, room: int, generation: int = 1) -> None:
+        """Have the backend drop a room's lifetime; what still runs of it is asked for no more."""
+        self._in_turn(lambda: self._clear(RoomKey("prefill", room, 0, generation)))
 
     def held(self) -> list[int]:
         """Rooms that the backend says it holds something for."""
@@ -190,15 +219,21 @@ class Engine:
 
     # --- threads
 
-    def _slowly(self, call: Callable[[], T], within: float = HOOK_S) -> T:
+    def _slowly(self, call: Callable[[], T]) -> T:
+        return self._result(self._started(call), HOOK_S)
+
+    def _started(self, call: Callable[[], T]) -> Future[T]:
         def work() -> T:
             with self._turn:
                 return call()
 
         if self._stuck:
             raise TimeoutError("an earlier hook has not returned")
+        return self._slow.run(work)
+
+    def _result(self, future: Future[T], within: float) -> T:
         try:
-            return self._slow.run(work).result(within)
+            return future.result(within)
         except FutureTimeout:
             self._stuck = True
             raise TimeoutError(f"the hook has not returned after {within:g} s") from None
@@ -255,12 +290,14 @@ class Engine:
             part.state = NEVER_POSTED
             return
         with self._turn:
+            began = time.monotonic()
             try:
                 result = self._hooks.kvcore_transfer(transfer=part.transfer)
             except NothingPosted as error:
                 result = TicketState(TicketKind.FAILED, str(error), quiescent=True)
             except Exception as error:
                 result = TicketState(TicketKind.FAILED, f"kvcore_transfer raised {error!r}")
+            part.took_s = time.monotonic() - began
         if isinstance(result, TicketState):
             self._take(part, result)
             return
@@ -271,8 +308,10 @@ class Engine:
 
     def _poll(self, parts: list[Part]) -> None:
         if parts:
+            tickets = [part.ticket for part in parts]
+            self.twins = max(self.twins, len(tickets) - len(set(tickets)))
             try:
-                states = self._hooks.kvcore_poll(tickets=[part.ticket for part in parts])
+                states = self._hooks.kvcore_poll(tickets=tickets)
             except Exception as error:
                 states = [TicketState(TicketKind.FAILED, f"kvcore_poll raised {error!r}")] * len(parts)
             for part, state in zip(parts, states, strict=True):

@@ -136,7 +136,7 @@ def read(file: Path) -> Report:
     """The report of a ``report.json``; raises ``ConfigError`` for what is none, or one of a schema that is not known here."""
     try:
         report = msgspec.json.decode(file.read_bytes(), type=Report)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
         raise ConfigError(f"{str(file)!r} is no report of a run ({one_line(error)}); name the report.json of one") from error
     if report.schema_version.partition(".")[0] != SCHEMA_VERSION.partition(".")[0]:
         found = f"{str(file)!r} has schema version {report.schema_version}, and this kit knows {SCHEMA_VERSION}"

@@ -6,7 +6,7 @@ import itertools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,12 @@ TINY = "tiny"
 """A pool of more pages than a transfer may have descriptors."""
 MOST_DESCRIPTORS = 4096
 """So many are tried over backends that set no limit, or one that is above it."""
+MOST_BYTES = 64 << 20
+"""So many bytes are tried over backends whose limit is above it."""
+MOST_TRANSFERS = 1000
+"""So many a room of a whole pool may be, to end long before its limits."""
+TINY_BYTES = 8
+"""Of a page of ``TINY``."""
 
 _names = itertools.count(1)
 
@@ -34,7 +40,7 @@ class Engine:
     """An engine in a child, see ``kvcore_conformance.child.engine``."""
 
     def __init__(self, child: Child, side: str, memory: Memory, instance: str = "") -> None:
-        self.child, self.memory = child, memory
+        self.child, self.side, self.memory = child, side, memory
         child.role = side
         self.instance = instance or f"{side}-{child.pid}-{next(_names)}"
         self._name = f"engine {next(_names)}"
@@ -167,8 +173,22 @@ def bare_pair(crew: Crew, pools: Sequence[PoolSpec]) -> Iterator[Bare]:
 
 
 def descriptors(able: Capabilities) -> int:
-    """How many descriptors a transfer must be able to have."""
-    return min(able.max_descriptors or MOST_DESCRIPTORS, MOST_DESCRIPTORS)
+    """How many descriptors of a tiny page a transfer must be able to have."""
+    most = min(able.max_descriptors or MOST_DESCRIPTORS, MOST_DESCRIPTORS)
+    return min(most, max(1, able.max_bytes // TINY_BYTES)) if able.max_bytes else most
+
+
+def in_one(able: Capabilities, most_descriptors: int, nbytes: int) -> bool:
+    """Whether a chunk of so much is one transfer."""
+    return most_descriptors <= (able.max_descriptors or most_descriptors) and nbytes <= (able.max_bytes or nbytes)
+
+
+def bearable(pools: Sequence[PoolSpec], able: Capabilities) -> list[PoolSpec]:
+    """Pools with smaller pages where all of one would be very many transfers."""
+    if able.max_bytes is None:
+        return list(pools)
+    most = MOST_TRANSFERS * able.max_bytes
+    return [replace(pool, page_bytes=min(pool.page_bytes, max(1, most // pool.pages))) for pool in pools]
 
 
 class Kept:
@@ -176,7 +196,7 @@ class Kept:
 
     def __init__(self, crew: Crew, able: Capabilities) -> None:
         self._crew, self._stack = crew, ExitStack()
-        self._pools = (*POOLS, PoolSpec(TINY, 2 * descriptors(able), page_bytes=8, layers=1))
+        self._pools = (*POOLS, PoolSpec(TINY, 2 * descriptors(able), page_bytes=TINY_BYTES, layers=1))
         self._pair: Bare | None = None
 
     def take(self) -> Bare:
@@ -206,6 +226,17 @@ def engines(crew: Crew, *sides: str, pools: Sequence[PoolSpec] = POOLS, instance
             found.append(Engine(child, side, memory, instances[n] if instances else ""))
             stack.callback(_end, found[-1])
         yield found
+
+
+@contextmanager
+def beside(engine: Engine) -> Iterator[Engine]:
+    """Another engine of a side in its process, not open yet; closed with the context."""
+    with tempfile.TemporaryDirectory(prefix="kvcore-", dir=shared()) as folder:
+        other = Engine(engine.child, engine.side, Memory(Path(folder), POOLS))
+        try:
+            yield other
+        finally:
+            _end(other)
 
 
 def _end(engine: Engine) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from kvcore_conformance.stage.driver import Child, stays
+from kvcore_conformance.stage.driver import SOON_S, STEP_S, Child, stays
+
+T = TypeVar("T")
 
 WINDOWS = 3
 """How often idle processes are looked at: what else a machine does can only add to what they take."""
@@ -43,3 +48,11 @@ def idle_s(*children: Child, seconds: float) -> float:
         stays(lambda: all(child.running for child in children), "the processes run", seconds)
         found.append(max(child.work("cpu_s") - was for child, was in zip(children, before, strict=True)))
     return min(found)
+
+
+def lastly(look: Callable[[], T]) -> T:
+    """What is seen as soon as it is nothing, or at last."""
+    deadline = time.monotonic() + SOON_S
+    while (seen := look()) and time.monotonic() < deadline:
+        threading.Event().wait(STEP_S)
+    return seen

@@ -145,6 +145,16 @@ class Caught:
         return (_strangers(self.receiver) or 0) + int(np.count_nonzero(self.scene.target != CLEAN))
 
 
+@contextmanager
+def standing_still(child: Child) -> Iterator[None]:
+    """A process that is stopped within the context."""
+    child.freeze()
+    try:
+        yield
+    finally:
+        child.thaw()
+
+
 def catch(scene: Scene, side: Side) -> Caught:
     """Start writes and freeze a side, until one is caught in the middle: it is in flight, and the destination partly written."""
     seen = []

@@ -7,15 +7,24 @@ import pytest
 from kvcore import Capabilities
 from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.arena import POOLS, number
-from kvcore_conformance.stage.bare import PROMPT_S, TINY, Bare, State, bare_pair, brief, descriptors, engines
-from kvcore_conformance.stage.driver import SOON_S, Crew, PoolSpec, error_of, until
+from kvcore_conformance.stage.bare import MOST_BYTES, PROMPT_S, TINY, Bare, State, bare_pair, brief, descriptors, engines
+from kvcore_conformance.stage.driver import SOON_S, Crew, PoolSpec, error_of, stays, until
+from kvcore_conformance.stage.frozen import standing_still
 
 KV, AUX = POOLS
 ALL = {"kv": (range(KV.pages), range(KV.pages))}
 OLD, NEW = {"kv": (range(24), range(24))}, {"kv": (range(24, KV.pages), range(24, KV.pages))}
 MANY = 100
 """So many times all pages: 38 MiB, so that it is still under way when the next call comes."""
-TRIES = 5
+FEW = 20
+LIVE = 400
+"""Tickets at once."""
+TRIES, FREEZES = 5, 3
+GLANCE_S = 0.06
+"""Long enough for whoever calls a small ticket done too early."""
+STANDS_S = 1.2
+LIMIT_BYTES = 17 << 20
+"""A transfer's bytes where the backend sets no limit: more than 24 bits say."""
 
 
 def under_way(bare: Bare, name: str, times: int = MANY) -> int:
@@ -42,6 +51,23 @@ def test_r6_a_ticket_that_is_done_has_all_its_bytes_in_place(bare: Bare) -> None
         states = bare.prefill.ends(name)
         lacks = set(bare.decode.memory.wrong("kv")) & set(pages["kv"][1])
         assert not lacks or brief(states) != {"done": len(states)}, f"batch {name!r} was done, and pages {sorted(lacks)} were not in place"
+    bare.prefill.do("clear", room)
+
+
+@rule("R6")
+def test_r6_a_small_ticket_is_not_done_while_the_reader_takes_nothing(bare: Bare, able: Capabilities) -> None:
+    """Unless its bytes are in place all the same, or the backend says that done does not mean that."""
+    room, page = number(), {"kv": ([5], [6])}
+    bare.expect(page)
+    with standing_still(bare.decode.child):
+        bare.prefill.post("small", room, bare.to, page)
+        bare.prefill.do("wait", "small", GLANCE_S, waits_s=GLANCE_S)
+        early = brief(bare.prefill.states("small"))
+        lacks = bare.decode.memory.wrong("kv")
+    assert not able.visible_on_done or "done" not in early or not lacks, f"decode stands still, a ticket was {early}, and it lacks {lacks}"
+    states = bare.prefill.ends("small")
+    assert set(brief(states)) == {"done"}, f"decode stood still for {GLANCE_S:g} s, and a ticket ended as {brief(states)}"
+    bare.intact()
     bare.prefill.do("clear", room)
 
 
@@ -104,6 +130,66 @@ def test_r3_what_is_refused_when_much_is_under_way_is_not_written(bare: Bare) ->
     bare.rests()
 
 
+@rule("R3")
+@full
+def test_r3_what_is_called_quiescent_while_the_reader_stands_still_writes_no_more(crew: Crew) -> None:
+    """Nor what was told to be tried again and was aborted then; what is still pending may be written. An engine that needs no reader may
+    be done with all of it each time."""
+    for n in range(FREEZES):
+        with bare_pair(crew, POOLS) as bare:
+            room = under_way(bare, "big", MANY << n)
+            with standing_still(bare.decode.child):
+                caught = "pending" in brief(bare.prefill.states("big"))
+                stays(lambda: True, "decode stands still", STANDS_S)
+                error_of(lambda: bare.prefill.do("abort", "big"))
+                bare.prefill.do("wait", "big", GLANCE_S, waits_s=GLANCE_S)
+                states = bare.prefill.states("big")
+                bare.decode.memory.wipe()
+            if all(quiescent for kind, quiescent, _ in states if kind != "done"):
+                bare.prefill.post("aside", aside := number(), bare.to, {"aux": ([1], [2])})
+                bare.prefill.do("wait", "aside", SOON_S, waits_s=SOON_S)
+                late = bare.decode.memory.changed("kv")
+                assert not late, f"decode stood still, all tickets had ended ({brief(states)}), and pages {late} were written after that"
+                bare.prefill.do("clear", aside)
+            bare.prefill.do("clear", room)
+        if caught:
+            return
+
+
+@rule("R3")
+def test_r3_a_closed_engine_that_can_fence_takes_nothing_in(bare: Bare, crew: Crew, able: Capabilities) -> None:
+    """Neither of what is under way nor of what comes later. One that is written to without its help need not be able to."""
+    if not able.fences_on_disconnect:
+        return
+    with engines(crew, "decode") as (closed,):
+        closed.start()
+        pair = Bare(bare.prefill, closed)
+        pair.join()
+        room = under_way(pair, "big", FEW)
+        for what in ("unregister", "close"):
+            closed.do(what)
+        closed.memory.wipe()
+        for name in ("next", "the one after"):
+            bare.prefill.post(name, room, pair.to, OLD)
+        for name in ("big", "next", "the one after"):
+            bare.prefill.do("wait", name, SOON_S, waits_s=SOON_S)
+        late = closed.memory.changed("kv")
+        assert not late, f"decode was closed, and pages {late} were written after that"
+        bare.prefill.do("clear", room)
+        bare.prefill.do("disconnect", pair.to)
+
+
+@rule("R6")
+def test_r6_tickets_that_are_live_at_once_are_told_apart(bare: Bare) -> None:
+    """So many that a number of eight bits does not do."""
+    room = number()
+    bare.prefill.post("many", room, bare.to, {"aux": ([1], [2])}, times=LIVE)
+    error_of(lambda: bare.prefill.ends("many"))
+    twins = bare.prefill.do("twins")
+    assert twins == 0, f"of tickets that had not ended {twins} equalled another"
+    bare.prefill.do("clear", room)
+
+
 @rule("C2")
 @pytest.mark.parametrize("when", ["never posted", "done", "running"])
 def test_c2_the_backend_may_clear_a_room_any_number_of_times(bare: Bare, when: str) -> None:
@@ -130,6 +216,17 @@ def test_b6_abort_waits_for_nothing(bare: Bare) -> None:
         bare.prefill.do("clear", room)
         bare.rests()
     assert min(took) <= PROMPT_S, f"kvcore_abort of a batch under way took {[f'{one * 1000:.1f} ms' for one in took]}"
+
+
+@rule("B6")
+def test_b6_a_large_transfer_is_begun_and_not_awaited(bare: Bare, able: Capabilities) -> None:
+    """Unless the backend declares that it blocks."""
+    room = number()
+    bare.prefill.post("large", room, bare.to, ALL, times=FEW)
+    bare.prefill.do("wait", "large", SOON_S, waits_s=SOON_S)
+    least = min(bare.prefill.do("took", "large"))
+    assert able.blocking or least <= PROMPT_S, f"of {FEW} transfers at once none was begun in less than {least * 1000:.1f} ms"
+    bare.prefill.do("clear", room)
 
 
 @rule("T7")
@@ -179,13 +276,36 @@ def test_c4_what_ends_after_clear_ends_nothing_else(bare: Bare) -> None:
     bare.rests()
 
 
+@rule("C4")
+@pytest.mark.parametrize("how", ["aborted", "cleared"])
+def test_c4_the_next_lifetime_of_a_room_is_another(bare: Bare, how: str) -> None:
+    """The same number and attempt with another generation: that the old one is aborted, or cleared meanwhile, is nothing to it."""
+    room = under_way(bare, "old", FEW)
+    if how == "aborted":
+        error_of(lambda: bare.prefill.do("abort", "old"))  # what it raises, or does not end, is a matter of A5
+        bare.prefill.do("wait", "old", SOON_S, waits_s=SOON_S)
+        bare.prefill.do("clear", room)
+    bare.prefill.post("new", room, bare.to, NEW, times=5, generation=2)
+    if how == "cleared":
+        until(lambda: bare.prefill.do("took", "new")[0] > 0.0, "the new one's first transfer is with the engine")
+        bare.prefill.do("clear", room)
+    states = bare.prefill.ends("new")
+    assert set(brief(states)) == {"done"}, f"an old lifetime of the room was {how}, and the new one's tickets ended as {brief(states)}"
+    bare.prefill.do("clear", room, generation=2)
+    bare.rests()
+
+
 @rule("R4")
 def test_r4_a_proof_of_disconnect_is_one(bare: Bare, able: Capabilities) -> None:
-    """Where it is declared: after True from the decode side nothing of the other arrives any more; and True comes of an idle peer."""
+    """Where it is declared: after True from the decode side nothing of the other arrives any more, whatever that begins then; and True
+    comes of an idle peer."""
     room = under_way(bare, "big")
     fenced = bare.decode.do("disconnect", bare.prefill.instance)
     bare.decode.memory.wipe()
     bare.prefill.do("wait", "big", SOON_S, waits_s=SOON_S)
+    for name in ("next", "the one after") if fenced and able.fences_on_disconnect else ():
+        bare.prefill.post(name, room, bare.to, OLD)
+        bare.prefill.do("wait", name, SOON_S, waits_s=SOON_S)
     late = bare.decode.memory.changed("kv")
     assert not (fenced and able.fences_on_disconnect and late), f"disconnect was True on the decode side, and pages {late} came after it"
     bare.prefill.do("clear", room)
@@ -212,7 +332,7 @@ def test_t1_a_transfer_of_as_many_descriptors_as_declared_works(bare: Bare, able
 @rule("T1")
 @full
 def test_t1_a_transfer_of_as_many_bytes_as_declared_works(crew: Crew, able: Capabilities) -> None:
-    most = able.max_bytes or 8 << 20
+    most = min(able.max_bytes or LIMIT_BYTES, MOST_BYTES)
     with bare_pair(crew, [PoolSpec("kv", pages=4, page_bytes=most // 2, layers=1)]) as large:
         parts = large.moves({"kv": ([0, 1], [2, 3])})
         assert parts == 1, f"{most} bytes were to be one transfer, and are {parts}"

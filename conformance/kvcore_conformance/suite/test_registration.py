@@ -16,10 +16,11 @@ import kvcore
 from kvcore import Capabilities
 from kvcore.hookspecs import API_VERSION
 from kvcore.registry import MEMORY
-from kvcore_conformance.marks import rule
+from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.arena import LIMITS, POOLS, Pair, number
-from kvcore_conformance.stage.bare import Bare, engines
+from kvcore_conformance.stage.bare import Bare, beside, engines
 from kvcore_conformance.stage.driver import Child, ChildError, Crew, error_of
+from kvcore_conformance.stage.footprint import Footprint, lastly
 from kvcore_conformance.subject import Subject
 
 FRESH = """
@@ -46,6 +47,9 @@ print(json.dumps({
 FRESH_S = 20.0
 NO_MEMORY = (1 << 20, 0, "cpu")
 """Address, bytes and device: there is nothing at it, and of that nothing."""
+
+MOST_KIB = 32 * 1024
+"""What a life may take for itself, such as caches; less is seen by those who look at many rooms (B4)."""
 
 
 @pytest.fixture
@@ -198,15 +202,23 @@ def test_b3_memory_of_a_kind_that_is_not_declared_is_refused(crew: Crew, able: C
 
 
 @rule("B3")
-def test_b3_memory_that_is_refused_is_refused_when_it_is_registered(crew: Crew) -> None:
-    """Not when a peer first needs it. An engine may take whatever it can write to, so no memory must be refused."""
+def test_b3_memory_that_is_refused_is_refused_when_it_is_registered(bare: Bare, crew: Crew) -> None:
+    """Not when a peer first needs it, and none of it stays registered. An engine may take whatever it can write to, so no memory must
+    be refused."""
     with engines(crew, "prefill") as (engine,):
         engine.do("open")
-        error = error_of(lambda: engine.do("register", [NO_MEMORY]))
+        error = error_of(lambda: engine.do("register", NO_MEMORY))
         assert error is None or error.kind == "RegistrationError", f"no memory at all was refused with {error}"
         if error is None:
             late = error_of(engine.peer)
             assert late is None, f"what is wrong with the memory was told only when the endpoint was asked for: {late}"
+            return
+        again = error_of(lambda: engine.do("register"))
+        assert again is None, f"after memory that it refused the engine does not take what is good: {again}"
+        other = Bare(engine, bare.decode)
+        other.fresh()
+        other.join()
+        bare.decode.do("disconnect", engine.instance)
 
 
 # --- B7
@@ -214,18 +226,55 @@ def test_b3_memory_that_is_refused_is_refused_when_it_is_registered(crew: Crew) 
 
 @rule("B7")
 def test_b7_a_closed_backend_can_be_opened_again(bare: Bare, able: Capabilities) -> None:
-    """Or says that it cannot. To unregister and to close once more is harmless."""
+    """Or says that it cannot. To close once more is harmless, and no life leaves more than the one before."""
     for engine in (bare.prefill, bare.decode):
-        for what in ("unregister", "unregister", "close", "close"):
+        for what in ("unregister", "close", "close"):
             engine.do(what)
     if able.reopens:
-        bare.fresh()
-        bare.prefill.start()
-        bare.decode.start()
-        bare.join()
+        both = (bare.prefill, bare.decode)
+        held = [Footprint.of(engine.child.pid).plus(0, 0, MOST_KIB) for engine in both]
+        reopened(bare)
+        for engine in both:
+            engine.do("unregister")
+            engine.do("close")
+        for engine, most in zip(both, held, strict=True):
+            above = lastly(lambda pid=engine.child.pid, most=most: Footprint.of(pid).exceeds(most))  # type: ignore[misc]
+            assert not above, f"closed for the second time {engine.side} holds more than for the first (resident in KiB): {above}"
+        reopened(bare)
         return
     with pytest.raises(ChildError) as caught:
         bare.prefill.do("open")
-    assert caught.value.kind in ("BackendLoadError", "ConfigError"), f"an engine that does not reopen said {caught.value}"
+    assert caught.value.kind != "TimeoutError", f"an engine that does not reopen did not say so: {caught.value}"
     for engine in (bare.prefill, bare.decode):
         engine.child.end()
+
+
+def reopened(bare: Bare) -> None:
+    """Open both engines, and move a page."""
+    bare.fresh()
+    bare.prefill.start()
+    bare.decode.start()
+    bare.join()
+
+
+# --- T7
+
+
+@rule("T7")
+@pytest.mark.parametrize("side", ["prefill", pytest.param("decode", marks=full)])
+def test_t7_another_engine_of_the_process_takes_nothing_along_when_it_is_closed(bare: Bare, side: str) -> None:
+    """As when a process has two managers. An engine of which a process can have one only refuses to be opened, and no more than that."""
+    with beside(bare.prefill if side == "prefill" else bare.decode) as other:
+        error = error_of(lambda: other.do("open"))
+        assert error is None or error.kind != "TimeoutError", f"to open a second engine in a process has not ended: {error}"
+        if error is None:
+            other.do("register")
+            two = Bare(other, bare.decode) if side == "prefill" else Bare(bare.prefill, other)
+            two.fresh()
+            two.join()
+            bare.fresh()
+            bare.moves({"kv": ([5], [6])})
+    bare.fresh()
+    bare.moves({"kv": ([7], [8])})
+    if error is None:
+        (bare.decode if side == "prefill" else bare.prefill).do("disconnect", other.instance)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvcore import Capabilities
 from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.arena import LIMITS, LIVE, SIDES, Pair, Room, number, paired
+from kvcore_conformance.stage.bare import bearable
 from kvcore_conformance.stage.clearing import LONG, quickly, result
 from kvcore_conformance.stage.driver import Crew, PoolSpec, stays, until
 
@@ -168,9 +170,9 @@ def test_c4_a_late_completion_touches_no_newer_use(pair: Pair, attempt: int, hoo
 
 @rule("C4")
 @pytest.mark.parametrize("late", [pytest.param(False, id="cancelled", marks=full), pytest.param(True, id="late")])
-def test_c4_the_end_of_a_large_write_touches_no_newer_use(crew: Crew, late: bool) -> None:
+def test_c4_the_end_of_a_large_write_touches_no_newer_use(crew: Crew, able: Capabilities, late: bool) -> None:
     """The engine itself is at work: on the old use when that is aborted; or on the new one when the news of the old one's end comes."""
-    with paired(crew, LARGE, meet=False) as pair:
+    with paired(crew, bearable(LARGE, able), meet=False) as pair:
         pair.transfer({"kv": HALVES[0]}, {"kv": HALVES[1]})
         for turn in range(TURNS):
             old = pair.open()

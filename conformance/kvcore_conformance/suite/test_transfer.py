@@ -91,14 +91,17 @@ def test_t1_prefix_pages_stand_in_neither_list(pair: Pair) -> None:
 
 @rule("T1")
 def test_t1_many_scattered_pages_of_odd_sizes(crew: Crew, able: Capabilities) -> None:
-    """More pages, of a single byte each, than a transfer may have descriptors; and some that are far from the pool's beginning. What the
-    backend is given stays within its limits."""
+    """More pages, of a single byte each, than a transfer may have descriptors; some that are far from the pool's beginning; and more
+    regions than a byte counts. What the backend is given stays within its limits."""
     pages = descriptors(able) + 77
-    pools = (PoolSpec("kv", pages, page_bytes=1, layers=2), PoolSpec("odd", pages=300, page_bytes=4099, layers=1))
+    pools = (
+        PoolSpec("kv", pages, page_bytes=1, layers=2), PoolSpec("odd", pages=300, page_bytes=4099, layers=1),
+        PoolSpec("deep", pages=3, page_bytes=8, layers=300),
+    )  # fmt: skip
     with paired(crew, pools) as pair:
         pair.prefill.work("aid", "spy:Spy", "spy")
         far = [299, 3, 257, 150, 0, 298, 280]
-        pair.transfer({"kv": scattered(pages, 3), "odd": far}, {"kv": scattered(pages, 5), "odd": far[::-1]})
+        pair.transfer({"kv": scattered(pages, 3), "odd": far, "deep": [2]}, {"kv": scattered(pages, 5), "odd": far[::-1], "deep": [0]})
         most, nbytes = pair.prefill.call("spy", "largest")
         assert most <= (able.max_descriptors or most), f"a transfer had {most} descriptors"
         assert nbytes <= (able.max_bytes or nbytes), f"a transfer had {nbytes} bytes"

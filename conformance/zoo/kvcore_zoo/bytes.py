@@ -53,6 +53,26 @@ class Narrow(Animal):
         return super()._send(job)
 
 
+class Bytewise(Animal):
+    """The peer's regions are taken for 8 bits: right up to 256 of them."""
+
+    name = "zoo-bytewise"
+
+    def _send(self, job: Job) -> TicketState:
+        job.transfer = replace(job.transfer, remote_region=job.transfer.remote_region & np.int32(0xFF))
+        return super()._send(job)
+
+
+class Stubby(Animal):
+    """Lengths are taken for 24 bits: right where no run of pages is above 16 MiB."""
+
+    name = "zoo-stubby"
+
+    def _send(self, job: Job) -> TicketState:
+        job.transfer = replace(job.transfer, length=job.transfer.length & np.uint64(0xFFFFFF))
+        return super()._send(job)
+
+
 class Wrapping(Animal):
     """Offsets are taken for 32 bits: right below 4 GiB."""
 

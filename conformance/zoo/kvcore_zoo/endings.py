@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvcore import TicketState, Transfer, hookimpl
+from kvcore import TicketKind, TicketState, Transfer, hookimpl
 from kvcore.backends.local import Job
 from kvcore.hookspecs import DONE, PENDING
 from kvcore.states import RoomKey
@@ -123,6 +123,39 @@ class Namesake(Animal):
         for held in {job.transfer.room for job in list(self._jobs) if job.transfer.room.number == room.number}:
             super().kvcore_clear(held)
         super().kvcore_clear(room)
+
+
+class Kinsman(Animal):
+    """Clear goes by number and attempt, so the next lifetime's tickets go too."""
+
+    name = "zoo-kinsman"
+
+    @hookimpl
+    def kvcore_clear(self, room: RoomKey) -> None:
+        for held in {job.transfer.room for job in list(self._jobs)}:
+            if (held.number, held.attempt) == (room.number, room.attempt):
+                super().kvcore_clear(held)
+
+
+class Grudging(Animal):
+    """A room that was aborted is refused for ever, by number and attempt, also when it is a new one."""
+
+    name = "zoo-grudging"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._aborted: set[tuple[int, int]] = set()
+
+    @hookimpl
+    def kvcore_abort(self, room: RoomKey, tickets: Sequence[Job]) -> None:
+        self._aborted.add((room.number, room.attempt))
+        super().kvcore_abort(room, tickets)
+
+    @hookimpl
+    def kvcore_transfer(self, transfer: Transfer) -> Job | TicketState:
+        if (transfer.room.number, transfer.room.attempt) in self._aborted:
+            return TicketState(TicketKind.FAILED, "aborted", quiescent=True)
+        return super().kvcore_transfer(transfer)
 
 
 class Deaf(Animal):

@@ -11,6 +11,7 @@ from kvcore import BackendInfo, Endpoint, Region, TicketKind, TicketState, Trans
 from kvcore.backends.local import Job
 from kvcore_zoo.animal import Animal
 
+LARGE = 1 << 16
 _never = threading.Event()
 
 
@@ -34,6 +35,30 @@ class Sluggish(Animal):
     def kvcore_poll(self, tickets: Sequence[Job]) -> list[TicketState]:
         _never.wait(0.003)
         return super().kvcore_poll(tickets)
+
+
+class Synchronous(Animal):
+    """Large batches are sent by ``kvcore_transfer`` itself, at 100 MB/s, and it does not declare that it blocks."""
+
+    name = "zoo-synchronous"
+
+    @hookimpl
+    def kvcore_transfer(self, transfer: Transfer) -> Job | TicketState:
+        _never.wait(transfer.nbytes / 1e8 if transfer.nbytes > LARGE else 0.0)
+        return super().kvcore_transfer(transfer)
+
+
+class Undead(Animal):
+    """Close leaves the connections that come in, and they go on writing."""
+
+    name = "zoo-undead"
+
+    @hookimpl
+    def kvcore_close(self) -> None:
+        self._connections -= {one for one in self._connections if one.thread.name == "kvcore-local-from"}
+        memory = self._memory
+        super().kvcore_close()
+        self._memory = memory
 
 
 class Lazy(Animal):
@@ -137,3 +162,25 @@ class Leaky(Animal):
     def kvcore_transfer(self, transfer: Transfer) -> Job | TicketState:
         os.open(os.devnull, os.O_RDONLY)
         return super().kvcore_transfer(transfer)
+
+
+class Littering(Animal):
+    """Close leaves the port that it listened at, and the thread of that."""
+
+    name = "zoo-littering"
+
+    @hookimpl
+    def kvcore_close(self) -> None:
+        self._connections.discard(self._listener)
+        super().kvcore_close()
+
+
+class Halfhearted(Animal):
+    """A registration that is refused leaves the regions before the bad one registered."""
+
+    name = "zoo-halfhearted"
+
+    @hookimpl
+    def kvcore_register(self, regions: Sequence[Region]) -> None:
+        for region in regions:
+            super().kvcore_register([region])

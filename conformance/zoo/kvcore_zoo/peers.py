@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+import weakref
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
 
-from kvcore import hookimpl
-from kvcore.backends.local import Connection
+from kvcore import TicketState, Transfer, hookimpl
+from kvcore.backends.local import Connection, Job
 from kvcore.hookspecs import Peer
 from kvcore_zoo.animal import Animal
 
@@ -50,6 +53,80 @@ class Boastful(Animal):
         if self._context.side != "decode":
             return super().kvcore_disconnect(peer)
         return True
+
+
+class Returning(Animal):
+    """Disconnect cuts the link, and the next transfer makes another with the token of old, which is still good."""
+
+    name = "zoo-returning"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[str, Peer] = {}
+
+    @hookimpl
+    def kvcore_connect(self, peer: Peer) -> None:
+        super().kvcore_connect(peer)
+        self._known[peer.id] = peer
+
+    @hookimpl
+    def kvcore_disconnect(self, peer: str) -> bool:
+        cut = super().kvcore_disconnect(peer)
+        self._fences.pop(peer, None)
+        self._known.pop(peer, None)
+        return cut
+
+    @hookimpl
+    def kvcore_transfer(self, transfer: Transfer) -> Job | TicketState:
+        link = self._links.get(transfer.peer)
+        if link and link.broken and transfer.peer in self._known:
+            with contextlib.suppress(ConnectionError):
+                super().kvcore_connect(self._known[transfer.peer])
+        return super().kvcore_transfer(transfer)
+
+
+class Locked(Animal):
+    """A connect, and a disconnect, holds the lock that transfer and poll need too."""
+
+    name = "zoo-locked"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._all = threading.RLock()
+
+    @hookimpl
+    def kvcore_connect(self, peer: Peer) -> None:
+        with self._all:
+            super().kvcore_connect(peer)
+
+    @hookimpl
+    def kvcore_disconnect(self, peer: str) -> bool:
+        with self._all:
+            return super().kvcore_disconnect(peer)
+
+    @hookimpl
+    def kvcore_transfer(self, transfer: Transfer) -> Job | TicketState:
+        with self._all:
+            return super().kvcore_transfer(transfer)
+
+    @hookimpl
+    def kvcore_poll(self, tickets: Sequence[Job]) -> list[TicketState]:
+        with self._all:
+            return super().kvcore_poll(tickets)
+
+
+class Queuing(Animal):
+    """One write at a time for all peers: one that takes nothing stalls all."""
+
+    name = "zoo-queuing"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turn = threading.Lock()
+
+    def _send(self, job: Job) -> TicketState:
+        with self._turn:
+            return super()._send(job)
 
 
 class Modest(Animal):
@@ -127,3 +204,21 @@ class Careless(Animal):
         if self.spoilt:
             raise RuntimeError("metadata corrupt")
         return super().kvcore_transfer(transfer)
+
+
+class Sharing(Animal):
+    """Connections belong to the process: close ends those of all managers in it."""
+
+    name = "zoo-sharing"
+    _all: ClassVar[weakref.WeakSet[Sharing]] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._all.add(self)
+
+    @hookimpl
+    def kvcore_close(self) -> None:
+        for one in list(self._all):
+            mine = set(one._links.values())
+            one._stop(mine.__contains__, "closed")
+        super().kvcore_close()

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcore.addresses import Address
-from kvcore.environment import set_variables
+from kvcore.addresses import Address, own_address
+from kvcore.environment import set_variables, variables
 from kvcore.errors import BackendLoadError, cause, one_line
 from kvcore.hookspecs import Fact, OpenContext
 from kvcore.memory import Region
@@ -37,6 +37,7 @@ CODES = {
 }
 BLOCK = 2 << 20
 """What memfabric rounds registered memory to."""
+LOG = "memfabric's own lines on stdout (all with the option log_level=0) and in /var/log/memfabric_hybrid"
 DRIVER = ("/usr/local/Ascend/driver/version.info", "/etc/ascend_install.info")
 CANN = "install CANN, and source its set_env.sh"
 LIBRARIES = {
@@ -77,7 +78,8 @@ def start(options: AscendOptions, context: OpenContext) -> tuple[list[Any], str]
         set_variables("ascend", options.environment, context.logger)
         library, version = load()
         library.set_log_level(options.log_level)
-        host = str(Address(str(socket.getaddrinfo(context.host, None)[0][4][0]), 0)).removesuffix(":0")  # memfabric resolves no names
+        # memfabric resolves no names, and looks for a minute for an address that is not here.
+        host = str(Address(own_address("ascend", context.host), 0)).removesuffix(":0")
         for role in ROLES[context.side]:
             engine = library.TransferEngine()
             operation = getattr(library.TransDataOpType, options.protocol.upper())
@@ -115,7 +117,7 @@ def _free_nic(host: str) -> str:
 
 def _not_started(options: AscendOptions, where: str, code: int) -> str:
     lacks = "; ".join(f"{fact.name}: {fact.value}, {fact.advice}" for fact in _needs(options.protocol) if fact.advice)
-    remedy = f"here {lacks}" if lacks else "see what it says with the option log_level=0"
+    remedy = f"here {lacks}" if lacks else f"check the options protocol and device, and see {LOG}"
     asked = f"protocol {options.protocol!r}, device {options.device}"
     return f"backend 'ascend': no engine with {asked} starts {where} ({meaning(code)}); {remedy}"
 
@@ -143,12 +145,12 @@ def facts() -> list[Fact]:
         found = [Fact("engine", f"memfabric {load()[1]}")]
     except BackendLoadError as error:
         found = [Fact("engine", "missing", str(error))]
-    return found + _needs("host_rdma")
+    return found + _needs("host_rdma") + variables("MF_", "ASCEND_MF_", "ASCEND_RT_")
 
 
 def _needs(protocol: str) -> list[Fact]:
     """What the engine looks for when it starts, in its order."""
-    driver = next((path for path in DRIVER if os.path.exists(path)), "")
+    driver = next((path for path in DRIVER if os.access(path, os.R_OK)), "")
     home, acl = os.environ.get("ASCEND_HOME_PATH", ""), "lib64/libascendcl.so"
     told = "not set" if not home else home if Path(home, acl).exists() else f"{home} without {acl}"
     wanted = LIBRARIES | (RDMA_LIBRARIES if protocol == "host_rdma" else {})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
+
+from kvcore.config import like
 
 ERRORS = 3  # the highest of memfabric's levels; its own traces are written all the same
 
@@ -16,7 +18,7 @@ class AscendOptions(BaseModel, extra="forbid", frozen=True):
     """How bytes travel, by memfabric's name for it. Equal on both sides."""
     device: int = Field(0, ge=0)
     """The NPU of this process, as ``ASCEND_RT_VISIBLE_DEVICES`` numbers them."""
-    nic: str = Field("", pattern=r"^(tcp://.+:\d{1,5})?$")
+    nic: Annotated[str, like(r"(tcp://.+:\d{1,5})?", "tcp://address:port of the network card, or empty")] = ""
     """host_rdma: ``tcp://address:port`` of the network card, and the first port to listen on; empty: ``host`` and a free port."""
     log_level: int = Field(ERRORS, ge=0, le=ERRORS)
     """What memfabric writes to stdout: 0 everything, 3 errors. Its traces come with each."""

@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from ascend_pair import PROTOCOL
 from kvcore_ascend import native
 from kvcore_ascend.backend import AscendBackend
+from kvcore_ascend.options import AscendOptions
 
 import kvcore
 from kvcore.registry import validated_options
@@ -111,7 +113,7 @@ def test_the_doctor_names_what_is_missing(variable: str, fact: str) -> None:
     done = command("doctor", "ascend", "--json", **{variable: ""})
     (found,) = json.loads(done.stdout)["backends"]
     assert done.returncode == 1 and "no engine with protocol 'sdma'" in found["problem"] and fact in found["problem"]
-    facts = json.loads(run(SCRIPT, **{variable: ""}).stdout.splitlines()[-1])["facts"]  # the doctor has them if prefill was first to fail
+    facts = {one["name"]: (one["value"], one["advice"]) for one in found["facts"]}
     assert facts["engine"][0].startswith("memfabric 1.") and facts[fact][1]
 
 
@@ -122,6 +124,7 @@ def test_the_doctor_finds_the_engine_and_moves_a_page(tmp_path: Path) -> None:
     assert done.returncode == 0 and found["ok"], found["problem"]
     facts = {fact["name"]: fact["value"] for fact in found["facts"]}
     assert facts["engine"].startswith("memfabric 1.") and facts["libascend_hal.so"] == "found"
+    assert not [fact for fact in found["facts"] if fact["advice"]], "something is said to be missing, and yet it works"
 
 
 def test_b3_sdma_does_not_take_host_memory() -> None:
@@ -135,6 +138,27 @@ def test_listing_names_it_and_choosing_and_checking_it_loads_no_memfabric() -> N
     assert ("ascend", "kvcore-ascend") in {(one["name"], one["distribution"]) for one in listed}
     code = "import sys, kvcore; kvcore.load_backend('ascend'); assert 'memfabric_hybrid' not in sys.modules"
     assert run(code).returncode == 0
+
+
+def test_b2_where_nothing_is_missing_the_options_are_named_and_the_engines_own_lines() -> None:
+    said = native._not_started(AscendOptions(device=99), "at 127.0.0.1", -1)
+    assert said.startswith("backend 'ascend': no engine with protocol 'sdma', device 99 starts at 127.0.0.1 (code -1: failed); check the")
+    assert "options protocol and device, and see memfabric's own lines on stdout" in said and native.LOG in said
+
+
+def test_b2_a_host_that_is_not_this_one_is_refused_at_once() -> None:
+    began = time.monotonic()
+    code = START.replace('backend="ascend"', 'backend="ascend", host="203.0.113.9"').replace("BackendLoadError", "ConfigError")
+    said = run(code).stderr.splitlines()[-1]
+    assert said.startswith("backend 'ascend' cannot listen on host '203.0.113.9'") and said.endswith("; give an address of this host")
+    assert time.monotonic() - began < 30  # memfabric takes 54 s
+
+
+def test_b2_a_nic_that_is_none_is_told_in_words() -> None:
+    with pytest.raises(
+        kvcore.errors.BackendOptionsError, match="nic: must be tcp://address:port of the network card, or empty, got 'eth0'"
+    ):
+        validated_options(AscendBackend().kvcore_backend_info(), {"nic": "eth0"})
 
 
 @pytest.mark.parametrize("wrong", [{"protocol": "tcp"}, {"device": -1}, {"nic": "eth0"}, {"log_level": 4}, {"store": "tcp://a:1"}])

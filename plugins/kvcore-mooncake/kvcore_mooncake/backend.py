@@ -83,7 +83,7 @@ class MooncakeBackend:
 
     @hookimpl
     def kvcore_open(self, options: MooncakeOptions, context: OpenContext) -> None:
-        """Load the library and start an engine; ``BackendLoadError`` with what is missing, ``ConfigError`` for a bad environment."""
+        """Load the library and start an engine; ``BackendLoadError`` with what is missing, ``ConfigError`` for a setting or variable."""
         self._options, self._context = options, context
         self._library, self._engine, self._session = native.start(options, context)
 

@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Any
 
 from kvcore.addresses import Address
-from kvcore.environment import set_variables
-from kvcore.errors import BackendLoadError, ConfigError, cause, one_line
+from kvcore.environment import set_variables, variables
+from kvcore.errors import BackendLoadError, BackendOptionsError, ConfigError, cause, one_line
 from kvcore.hookspecs import Fact, OpenContext
 from kvcore_mooncake.options import P2P, MooncakeOptions
 
@@ -56,12 +56,11 @@ def installed() -> dict[str, str]:
 
 
 def _remedy(error: str) -> str:
-    for library, package in DEBIAN.items():
-        if f"{library}.so" in error:
-            return f"Debian has it in {package}: apt install {package}"
+    if package := next((package for library, package in DEBIAN.items() if f"{library}.so" in error), ""):
+        return f"Debian has it in {package}: apt install {package}"
     if "cannot open shared object file" in error:
         return f"it comes with the driver that this wheel is made for: install that; or uninstall the wheel, then {INSTALL}"
-    return f"uninstall what there is of it, and install one of its wheels: {INSTALL}"
+    return ("" if error == "No module named 'mooncake'" else "uninstall what there is of it, and ") + f"install it: {INSTALL}"
 
 
 def able(library: ModuleType) -> tuple[set[str], list[str], list[str]]:
@@ -92,19 +91,18 @@ def start(options: MooncakeOptions, context: OpenContext) -> tuple[ModuleType, A
 
 
 def _check(options: MooncakeOptions, library: ModuleType) -> None:
-    """``BackendLoadError`` for a protocol, or devices, that are not here: the engine would do without."""
+    """``BackendOptionsError`` for a protocol, or devices, that are not here: the engine would do without."""
     _, protocols, devices = able(library)
     asked = [f"protocol {options.protocol!r}", *(f"device {name!r}" for name in options.devices if options.protocol != "tcp")]
     found = [*(f"protocol {name!r}" for name in protocols), *(f"device {name!r}" for name in devices)]
     if absent := ", ".join(one for one in asked if one not in found):
-        raise BackendLoadError(f"backend 'mooncake' finds no {absent}, only {', '.join(found)}; correct that option, or see its README")
+        raise BackendOptionsError(f"backend 'mooncake' finds no {absent}, only {', '.join(found)}; correct that option, or see its README")
 
 
 def _wanted(options: MooncakeOptions, host: str) -> dict[str, str]:
     """Variables that this backend needs, under those that the options name. Any protocol may come down to TCP."""
     force = {"tcp": {"MC_FORCE_TCP": "1"}, "rdma": {"MC_FORCE_HCA": "1"}}.get(options.protocol, {})  # else Mooncake takes what it finds
-    address = {} if options.metadata_server == P2P else {"MC_TCP_BIND_ADDRESS": host}
-    address |= {"MC_USE_IPV6": "1"} if ":" in host else {}
+    address = ({} if options.metadata_server == P2P else {"MC_TCP_BIND_ADDRESS": host}) | ({"MC_USE_IPV6": "1"} if ":" in host else {})
     return force | address | NEEDED | dict.fromkeys(TIMEOUTS, str(options.timeout_s)) | options.environment
 
 
@@ -124,15 +122,14 @@ def meaning(code: int) -> str:
 
 def facts() -> list[Fact]:
     """What of the library is installed, whether it can be loaded, and what it can use here. Never raises."""
-    found = []
+    found, told = [], variables("MC_")  # those of the process, before it is loaded
     try:
         names = [f"{name} {version}" for name, version in installed().items()]
         advice = INSTALL if not names else "they share one package: uninstall all, and install one" if len(names) > 1 else ""
-        found.append(Fact("engine", ", ".join(names) or "not installed", advice))
+        found.append(Fact("engine", ", ".join(names) or "missing", advice))
         memory, protocols, devices = able(load()[0])
     except Exception as error:
-        return [*found, Fact("library", "cannot be loaded", one_line(error))]
+        return found if found and not names else [*found, Fact("library", "cannot be loaded", one_line(error))]
     here = f"{', '.join(protocols)} ({', '.join(devices) or 'no RDMA device'})"
     transports = Fact("transports", here, "" if devices else f"rdma needs a device in {RDMA_DEVICES}")
-    variables = ", ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("MC_"))
-    return [*found, Fact("memory", ", ".join(sorted(memory))), transports, Fact("environment", variables)]
+    return [*found, Fact("memory", ", ".join(sorted(memory))), transports, *told]

@@ -90,7 +90,7 @@ class MoriBackend:
     @hookimpl
     def kvcore_register(self, regions: Sequence[Region]) -> None:
         """Register all regions, or none (B3). mori does it with the first session, so each has one with itself."""
-        native.check_fit(regions, self._options)
+        native.check_fit(self._context.pools, regions, self._options)
         place, own = self._library.MemoryLocationType, self._engine.get_engine_desc()
         try:
             self._engine.register_remote_engine(own)

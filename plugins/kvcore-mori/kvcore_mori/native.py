@@ -18,9 +18,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvcore import Region
-from kvcore.environment import set_variables
-from kvcore.errors import BackendLoadError, ConfigError, RegistrationError, cause, one_line, shown
+from kvcore.addresses import own_address
+from kvcore.environment import set_variables, variables
+from kvcore.errors import BackendLoadError, BackendOptionsError, RegistrationError, cause, one_line, shown
 from kvcore.hookspecs import Fact, OpenContext
+from kvcore.memory import PoolGeometry
 from kvcore_mori.options import MoriOptions
 
 T = TypeVar("T")
@@ -56,7 +58,7 @@ def _remedy(error: Exception) -> str:
         return f"Debian has {library} in {DEBIAN[library]}: apt install {DEBIAN[library]}"
     if "cannot open shared object file" in str(error):
         return "it is part of ROCm 7 or of what mori was built with: install that, or have LD_LIBRARY_PATH name its folder"
-    return INSTALL
+    return f"install it: {INSTALL}"
 
 
 def start(options: MoriOptions, context: OpenContext) -> tuple[Any, Any]:
@@ -64,9 +66,11 @@ def start(options: MoriOptions, context: OpenContext) -> tuple[Any, Any]:
     devices = {"MORI_RDMA_DEVICES": ",".join(options.devices)} if options.devices else {}
     set_variables("mori", {"MORI_IO_LOG_LEVEL": "error", **devices, **options.environment}, context.logger)
     library, version = load()
-    host, here = _listening(context.host), rdma_devices()
+    host, here = own_address("mori", context.host, socket.AF_INET), rdma_devices()  # mori gives it to peers, and exits if it is not here
     if absent := [name for name in options.devices if name not in here]:
-        raise ConfigError(f"backend 'mori': no RDMA device is called {', '.join(absent)}; devices may name {', '.join(here) or 'none'}")
+        raise BackendOptionsError(
+            f"backend 'mori': no RDMA device is called {', '.join(absent)}; devices may name {', '.join(here) or 'none'}"
+        )
     if missing := next((one for one in needs() if one.advice and (one.name != "rdma" or options.transport == "rdma")), None):
         raise BackendLoadError(f"backend 'mori' needs {missing.name}, and finds {missing.value}; {missing.advice}")
     engine = library.IOEngine(f"{context.instance}/{uuid.uuid4().hex}", library.IOEngineConfig(host=host, port=0))
@@ -81,17 +85,6 @@ def start(options: MoriOptions, context: OpenContext) -> tuple[Any, Any]:
         raise BackendLoadError(f"backend 'mori': {options.transport} does not start ({told(error)}); {remedy}") from error
     context.logger.info("mori %s with %s at %s:%d", version, options.transport, host, engine.get_engine_desc().port)
     return library, engine
-
-
-def _listening(host: str) -> str:
-    """The IPv4 address of a host, which mori both listens on and gives to peers; ``ConfigError`` if it cannot, since mori then exits."""
-    try:
-        address = str(socket.getaddrinfo(host, 0, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-    except OSError as error:
-        raise ConfigError(f"backend 'mori' cannot listen on host {host!r} ({cause(error)}); give an IPv4 address of this host") from error
-    return address
 
 
 def told(error: Exception) -> str:
@@ -112,11 +105,13 @@ def renamed(kind: type[T], packed: bytes, owner: str, key: str) -> T:
     return found  # type: ignore[no-any-return]
 
 
-def check_fit(regions: Sequence[Region], options: MoriOptions) -> None:
+def check_fit(pools: Sequence[PoolGeometry], regions: Sequence[Region], options: MoriOptions) -> None:
     """``RegistrationError`` for memory that the transport does not move, or that the kernel will not lock: mori would exit over that."""
-    hosts = [one for one in regions if one.device.startswith("cpu")]
+    names = (pool.name for pool in pools for _ in pool.page_bytes)
+    hosts = [name for name, one in zip(names, regions, strict=True) if one.device.startswith("cpu")]
     if hosts and options.transport == "xgmi":
-        raise RegistrationError(f"backend 'mori': {hosts[0]} is no GPU memory, which is all that xgmi moves; choose transport 'rdma'")
+        told = f"pool {hosts[0]!r} lies in host memory, and xgmi moves GPU memory only; choose transport 'rdma'"
+        raise RegistrationError(f"backend 'mori': {told}")
     limit, total = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], sum(one.nbytes for one in regions)
     status = dict(line.split(":", 1) for line in STATUS.read_text(errors="replace").splitlines())
     if 0 <= limit < total and not int(status["CapEff"], 16) >> CAP_IPC_LOCK & 1:
@@ -173,5 +168,4 @@ def facts() -> list[Fact]:
         return [Fact("engine", "missing", INSTALL)]
     except BackendLoadError as error:
         found.append(Fact("library", "cannot be loaded", one_line(error)))
-    variables = ", ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("MORI_"))
-    return [*found, *needs(), Fact("environment", variables)]
+    return [*found, *needs(), *variables("MORI_")]

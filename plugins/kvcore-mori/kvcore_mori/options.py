@@ -6,13 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
+from kvcore.config import like
+
 
 class MoriOptions(BaseModel, extra="forbid", frozen=True):
     """Options of the mori backend; each default is mori's own."""
 
     transport: Literal["rdma", "xgmi"] = "rdma"
     """How bytes travel: ``xgmi`` moves GPU memory between GPUs of one host, and nothing else. Equal on both sides."""
-    devices: tuple[Annotated[str, Field(pattern=r"^[^\s,^]+$")], ...] = ()
+    devices: tuple[Annotated[str, like(r"[^\s,^]+", "the name of an RDMA device, such as mlx5_0")], ...] = ()
     """RDMA devices to use, such as ``mlx5_0``; empty: mori chooses by topology."""
     queue_pairs: int = Field(1, ge=1, le=64)
     """RDMA: queue pairs that a transfer is spread over."""

@@ -17,6 +17,7 @@ from kvcore_mori.backend import Job
 from mori_pair import Calls, Stage, stage
 
 import kvcore
+from kvcore.errors import BackendOptionsError
 from kvcore.hookspecs import DONE, PENDING, RETRY, Endpoint, TicketState
 from tests.engine_nodes import Node, resources
 from tests.helpers import stays, wait_until
@@ -444,7 +445,7 @@ def test_a_backend_that_was_not_opened_closes() -> None:
 @pytest.mark.parametrize(
     ("options", "host", "error", "text"),
     [
-        ({"devices": ("nope0",)}, "127.0.0.1", kvcore.ConfigError, "no RDMA device is called nope0; devices may name "),
+        ({"devices": ("nope0",)}, "127.0.0.1", BackendOptionsError, "no RDMA device is called nope0; devices may name "),
         ({}, "203.0.113.9", kvcore.ConfigError, "cannot listen on host '203.0.113.9' .*Cannot assign.*; give an IPv4 address of this host"),
         ({}, "::1", kvcore.ConfigError, "cannot listen on host '::1' .*; give an IPv4 address of this host"),
     ],
@@ -464,7 +465,7 @@ def test_xgmi_takes_gpu_memory_only(scene: Stage) -> None:
     node = scene.node()
     one.kvcore_open(backend.MoriOptions(transport="xgmi"), node.backend._context)
     try:
-        with pytest.raises(kvcore.RegistrationError, match="is no GPU memory, which is all that xgmi moves; choose transport 'rdma'"):
+        with pytest.raises(kvcore.RegistrationError, match="pool 'kv' lies in host memory, .*; choose transport 'rdma'"):
             one.kvcore_register(node.pool.regions)
     finally:
         one.kvcore_close()

@@ -73,7 +73,7 @@ def test_b2_no_mori_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(metadata, "version", none)
     with pytest.raises(
-        kvcore.BackendLoadError, match=r"cannot load mori \(PackageNotFoundError.*amd-mori.*pip install -U 'amd-mori"
+        kvcore.BackendLoadError, match=r"cannot load mori \(PackageNotFoundError.*amd-mori.*; install it: pip install -U 'amd-mori"
     ) as caught:
         native.load()
     assert isinstance(caught.value.__cause__, metadata.PackageNotFoundError)
@@ -172,6 +172,7 @@ def test_devices_are_those_of_libibverbs() -> None:
         {"transport": "fabric"},
         {"devices": ["a,b"]},
         {"devices": ["^a"]},
+        {"devices": [""]},
         {"queue_pairs": 0},
         {"poll_mode": "sleep"},
         {"port": 1},
@@ -180,6 +181,11 @@ def test_devices_are_those_of_libibverbs() -> None:
 def test_b2_options_that_mori_would_end_the_process_over_or_does_not_have_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(BackendOptionsError, match=next(iter(options))):
         validated_options(MoriBackend().kvcore_backend_info(), options)
+
+
+def test_a_name_that_is_none_is_told_in_words() -> None:
+    with pytest.raises(BackendOptionsError, match=r"devices\.0: must be the name of an RDMA device, such as mlx5_0, got ''$"):
+        validated_options(MoriBackend().kvcore_backend_info(), {"devices": [""]})
 
 
 def test_defaults_are_options() -> None:

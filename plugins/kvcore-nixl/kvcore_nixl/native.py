@@ -13,8 +13,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from kvcore.environment import set_variables
-from kvcore.errors import BackendLoadError, ConfigError, cause
+from kvcore.environment import set_variables, variables
+from kvcore.errors import BackendLoadError, BackendOptionsError, cause
 from kvcore.hookspecs import Fact
 from kvcore_nixl.options import NixlOptions
 
@@ -42,12 +42,10 @@ def prepare_environment(wanted: dict[str, str], log: logging.Logger) -> None:
 
 def load() -> tuple[Any, str]:
     """The library's module and version; ``BackendLoadError`` if there is none, or one that lacks a call."""
-    as_set = logging.raiseExceptions
-    library, log = _import(), logging.getLogger("nixl")
-    logging.raiseExceptions = as_set  # which is not the library's to change
-    log.handlers = [one for one in log.handlers if getattr(one, "stream", None) is not sys.stdout]  # where the program's results go
+    as_set, library = logging.raiseExceptions, _import()
+    log, logging.raiseExceptions = logging.getLogger("nixl"), as_set  # the latter is not the library's to change
     log.setLevel(log.level if "NIXL_LOG_LEVEL" in os.environ else logging.NOTSET)
-    log.propagate = True  # to where the program's log goes
+    log.propagate, log.handlers = True, [one for one in log.handlers if getattr(one, "stream", None) is not sys.stdout]  # of results
     agent = getattr(library, "nixl_agent", None)
     package = getattr(agent, "__module__", library.__name__).partition(".")[0].replace("_", "-")
     try:
@@ -67,14 +65,14 @@ def _import() -> Any:
         except Exception as error:
             tried.append(f"{name}: {cause(error)}")
             last = error
-    raise BackendLoadError(f"backend 'nixl' finds no NIXL library ({'; '.join(tried)}); install one: {INSTALL}") from last
+    raise BackendLoadError(f"backend 'nixl' finds no NIXL library ({'; '.join(tried)}); install it: {INSTALL}") from last
 
 
 def new_agent(library: Any, name: str, options: NixlOptions) -> Any:
-    """An agent with its plugin started; ``BackendLoadError`` naming the plugin and those that NIXL has, ``ConfigError`` for a device."""
+    """An agent with its plugin; ``BackendOptionsError`` if that, or a device, is not here, ``BackendLoadError`` if it does not start."""
     here = [*rdma_devices(), *(interface for _, interface in socket.if_nameindex())]
     if options.plugin == "UCX" and (unknown := [name for name in options.devices if name.partition(":")[0] not in here]):
-        raise ConfigError(f"backend 'nixl': no network device is called {', '.join(unknown)}; devices may name {', '.join(here)}")
+        raise BackendOptionsError(f"backend 'nixl': no network device is called {', '.join(unknown)}; devices may name {', '.join(here)}")
     strict = library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
     agent = library.nixl_agent(name, library.nixl_agent_config(enable_prog_thread=options.progress_thread, backends=[], sync_mode=strict))
     named = {"ucx_devices": ",".join(options.devices), "num_workers": str(options.workers), "num_threads": str(options.threads or "")}
@@ -84,9 +82,9 @@ def new_agent(library: Any, name: str, options: NixlOptions) -> Any:
         if not agent.get_agent_metadata().startswith(head(name)):  # and a plugin for storage has none
             raise ValueError("its metadata does not begin with its name")
     except Exception as error:
-        raise BackendLoadError(
-            f"backend 'nixl': plugin {options.plugin!r} with {parameters} did not start, or reaches no other agent ({told(error)}); "
-            f"NIXL has {', '.join(sorted(agent.get_plugin_list()))}: choose one that moves memory, or correct devices and plugin_options"
+        raise (BackendLoadError if options.plugin in agent.get_plugin_list() else BackendOptionsError)(
+            f"backend 'nixl': plugin {options.plugin!r} with {parameters} did not start, or reaches no other agent ({told(error)}); NIXL "
+            f"has {', '.join(sorted(agent.get_plugin_list()))}: choose one that moves memory between processes, as UCX, or correct options"
         ) from error
     return agent
 
@@ -104,6 +102,7 @@ def told(error: Exception) -> str:
 
 def facts() -> list[Fact]:
     """The engine, its plugins with the libraries that some of them miss, and the transports that UCX has here. Starts nothing."""
+    as_set = variables("UCX_", "NIXL_")
     prepare_environment({}, logging.getLogger(__name__))  # UCX reads its part of it when one of its libraries is loaded
     try:
         library, version = load()
@@ -119,6 +118,7 @@ def facts() -> list[Fact]:
         Fact("plugins", ", ".join(name[10:] for name, problem in found.items() if name.startswith("libplugin_") and not problem)),
         Fact("transports", f"as UCX_TLS says: {os.environ['UCX_TLS']}" if "UCX_TLS" in os.environ else ", ".join(usual)),
         *(Fact(name, problem, "install what is missing if you mean to use it") for name, problem in found.items() if problem),
+        *as_set,
     ]
 
 

@@ -124,19 +124,23 @@ def test_the_librarys_log_goes_where_the_programs_goes() -> None:
     ("options", "says"),
     [
         ({"plugin": "POSIX"}, r"plugin 'POSIX' with \{\} did not start, or reaches no other agent"),
-        ({"plugin": "NOPE"}, r"plugin 'NOPE' .*NotFound.*NIXL has .*POSIX, UCX: choose one that moves memory"),
         ({"plugin": "GDS"}, r"plugin 'GDS' .*did not start"),
     ],
 )
-def test_a_plugin_that_is_none_or_moves_no_memory_is_refused(options: dict[str, str], says: str) -> None:
-    with pytest.raises(kvcore.BackendLoadError, match=says):
+def test_a_plugin_that_moves_no_memory_between_processes_is_refused(options: dict[str, str], says: str) -> None:
+    with pytest.raises(kvcore.BackendLoadError, match=says + r".*NIXL has .*POSIX, UCX: choose one that .* between processes, as UCX"):
         node(**options)
+
+
+def test_b2_a_plugin_that_nixl_does_not_have_is_a_wrong_option() -> None:
+    with pytest.raises(kvcore.BackendOptionsError, match=r"plugin 'NOPE' .*NotFound.*NIXL has .*POSIX, UCX: choose one"):
+        node(plugin="NOPE")
 
 
 @pytest.mark.parametrize("devices", [("nope0",), ("lo", "nope0:1")])
 def test_a_device_that_is_not_here_is_refused(devices: tuple[str, ...]) -> None:
     here = ", ".join(name for _, name in socket.if_nameindex())
-    with pytest.raises(kvcore.ConfigError, match=f"no network device is called {devices[-1]}; devices may name .*{here}"):
+    with pytest.raises(kvcore.BackendOptionsError, match=f"no network device is called {devices[-1]}; devices may name .*{here}"):
         node(devices=devices)
 
 
@@ -208,6 +212,14 @@ def test_the_doctor_finds_the_engine_and_moves_a_page_over_what_ucx_tls_says() -
     assert done.returncode == 0 and found["ok"], found["problem"]
     facts = {fact["name"]: fact["value"] for fact in found["facts"]}
     assert facts["engine"].startswith("NIXL 1.") and facts["transports"] == "as UCX_TLS says: tcp"
+
+
+def test_facts_name_the_variables_of_the_process_and_not_what_is_set_for_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("UCX_MODULES", "NIXL_SET_BY_KVCORE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    (told,) = [fact.value for fact in native.facts() if fact.name == "environment"]
+    assert "UCX_TLS=tcp" in told and "UCX_MODULES" not in told
 
 
 def test_facts_of_a_missing_engine_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
