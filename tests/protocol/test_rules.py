@@ -25,7 +25,7 @@ from kvcore.protocol.events import (
     Timer,
     Unproven,
 )
-from kvcore.protocol.messages import Abort, Ack, Destination, Drained, Here, Join, PoolPages, Status, Which
+from kvcore.protocol.messages import Abort, Ack, Destination, Drained, Here, Join, Layers, PoolPages, Relay, Status, Which
 from kvcore.states import FailureCode, KVPoll, Reason, RoomId
 
 ROOM = RoomId(7)
@@ -64,7 +64,7 @@ def of(kind: Any, rg: int, sg: int, *more: Any) -> Any:
 
 
 def got(message: Any, source: str = "", rank: int = 0, size: int = 1) -> Got:
-    default = "S" if isinstance(message, Here | Status | Which | Drained) else "R"
+    default = "S" if isinstance(message, Here | Status | Which | Drained | Relay | Layers) else "R"
     return Got(message, Party(source or f"{default}{rank}", rank, size))
 
 
@@ -319,3 +319,53 @@ def test_t5_success_is_said_to_each_destination_and_not_withdrawn() -> None:
     assert prefill.poll() is KVPoll.FAILED
     (again,) = sent(prefill.take(got(of(Destination, 1, 1, PAGE, 2), rank=0, size=2)))
     assert again.state is KVPoll.SUCCESS
+
+
+def half_done() -> Rank:
+    """A sender of two destinations that has said success to the first."""
+    prefill = Rank("S")
+    prefill.take(Open(1), Hand(1, CHUNK, True))
+    for rank in (0, 1):
+        prefill.take(got(of(Join, 1, 0), rank=rank, size=2), got(of(Destination, 1, 1, PAGE, 2), rank=rank, size=2))
+    prefill.take(Ended(Pair("R0", 1, 1), 1, True, True))
+    return prefill
+
+
+def relays(effects: list[Effect]) -> list[tuple[str, Any]]:
+    return [(effect.to, effect.message.reason) for effect in effects if isinstance(effect, Send) and isinstance(effect.message, Relay)]
+
+
+def test_t5_a_failure_is_passed_on_to_those_that_keep_this_ranks_success() -> None:
+    assert relays(half_done().take(Fail(1, WHY))) == [("R0", WHY)]
+    assert relays(half_done().take(got(of(Abort, 1, 1, HERS), rank=1, size=2))) == [("R0", HERS)]
+    done = half_done()
+    done.take(Ended(Pair("R1", 1, 1), 1, True, True))
+    assert done.poll() is KVPoll.SUCCESS
+    assert relays(done.take(got(of(Abort, 1, 1, HERS), rank=1, size=2))) == [("R0", HERS)]
+    assert done.poll() is KVPoll.SUCCESS
+
+
+def gathering() -> Rank:
+    """A receiver of two sender ranks, the first of which has said success."""
+    decode = Rank("R")
+    decode.take(Open(1), Route(1, (Party("S0", 0, 2), Party("S1", 1, 2))), Receive(1, PAGE))
+    decode.take(got(of(Here, 1, 3), rank=0), got(of(Here, 1, 4), rank=1), got(of(Status, 1, 3, KVPoll.SUCCESS, None, b""), rank=0))
+    return decode
+
+
+def test_t5_a_relay_ends_the_live_room_that_it_names_and_nothing_else() -> None:
+    for wrong in (of(Relay, 1, 4, HERS), of(Relay, 2, 3, HERS), of(Relay, 1, 0, HERS)):
+        decode = gathering()
+        assert decode.take(got(wrong, rank=0)) == [] and decode.poll() is KVPoll.TRANSFERRING
+    decode = gathering()
+    effects = decode.take(got(of(Relay, 1, 3, HERS), rank=0))
+    assert decode.poll() is KVPoll.FAILED and of(Abort, 1, 4, HERS) in sent(effects)
+    whole = gathering()
+    whole.take(got(of(Status, 1, 4, KVPoll.SUCCESS, None, b""), rank=1), got(of(Relay, 1, 3, HERS), rank=0))
+    assert whole.poll() is KVPoll.SUCCESS
+
+
+def test_t1_what_is_said_of_layers_counts_in_its_order() -> None:
+    decode = gathering()
+    decode.take(got(of(Layers, 1, 4, 2, (0, 1)), rank=1), got(of(Layers, 1, 4, 1, (0,)), rank=1), got(of(Layers, 1, 3, 9, (7,)), rank=1))
+    assert [source.layers for source in decode.state.life.sources] == [(), (0, 1)]
