@@ -352,7 +352,8 @@ def test_b3_memory_is_registered_at_once_and_one_that_is_refused_is_named(scene:
     original = engine.create_session
     with monkeypatch.context() as patch:
         patch.setattr(engine, "create_session", refuses)
-        with pytest.raises(kvcore.RegistrationError, match=rf"region of {good[1].nbytes} bytes at .* was not .*ibv_reg_mr failed with 12.; .*ulimit -l"):
+        refused = rf"region of {good[1].nbytes} bytes at .* was not .*ibv_reg_mr failed with 12.; .*ulimit -l"
+        with pytest.raises(kvcore.RegistrationError, match=refused):
             one.backend.kvcore_register(good)
     assert dict(calls.made) == {"register_memory": 2, "deregister_memory": 2, "deregister_remote_engine": 1}
     assert one.backend._memory == []
