@@ -447,7 +447,7 @@ CASES = [
          ("'fake'", "kvcore_register", "region 1 (", "no memory"), OSError),
     Case("data port taken", lambda t: t.start(backend_options={"port": t.busy}), ConfigError, ("local", "{busy}", "port"), OSError),
     Case("memory that local does not take", lambda t: LocalBackend().kvcore_register([Region(4096, 64, "cuda:0")]), RegistrationError,
-         ("local", "4096", "64", "cuda:0")),
+         ("local", "0x1000", "64", "cuda:0")),
     Case("control port taken", lambda t: t.start(port=t.busy), ConfigError, ("port", "{busy}", "127.0.0.1"), zmq.ZMQError),
     Case("bootstrap port taken", lambda t: t.start(bootstrap_port=t.busy), ConfigError, ("bootstrap_port", "{busy}"), OSError),
     Case("admin port taken", lambda t: t.start("decode", admin=f"127.0.0.1:{t.busy}"), ConfigError, ("admin", "{busy}"), OSError),

@@ -272,7 +272,7 @@ def test_running_out_of_files_does_not_end_the_acceptor(node: MakeNode, child: C
 def test_memory_that_is_none_is_refused_whole(node: MakeNode, bad: Region) -> None:
     sender, receiver = node("p", "prefill"), node("d", "decode")
     extra = np.zeros(100, np.uint8)
-    with pytest.raises(RegistrationError, match=rf"ptr={bad.ptr}, nbytes={bad.nbytes}, device='{bad.device}'.*EINVAL; usual causes"):
+    with pytest.raises(RegistrationError, match=f"{bad} is EINVAL; usual causes"):
         receiver.backend.kvcore_register(regions=[region(extra), bad])
     sender.connect(receiver)
     assert "1 regions" in sender.ended(sender.send("d", [(0, 0, 1, 0, 1)])).reason

@@ -540,7 +540,7 @@ def test_options_reach_the_engine_and_what_the_process_has_set_wins(
             "MC_OTHER",
             "1",
             {"protocol": "rdma", "devices": ("none0",)},
-            kvcore.BackendLoadError,
+            kvcore.BackendOptionsError,
             "finds no protocol 'rdma', device 'none0', only",
         ),
         (
