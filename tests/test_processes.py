@@ -406,6 +406,7 @@ def test_p2_a_killed_prefill_process_fails_only_its_rooms(crew: Crew, three: lis
     other, receiver = in_state("transferring", living, decode, gate="mine")
     receivers = [in_state(moment, doomed, decode)[1] for moment in MOMENTS]
     waiting = decode.receiver(new_room(), doomed)
+    until(lambda: doomed.work("stats")["stores"]["waiting_joins"] == 1, "the join has arrived; else it would wait for a successor")
     doomed.kill()
     lost_by_death([waiting, *receivers], LIMITS["liveness_s"])
     assert (other.poll(), receiver.poll()) == ("TRANSFERRING", "TRANSFERRING")

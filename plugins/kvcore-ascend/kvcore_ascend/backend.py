@@ -28,9 +28,7 @@ ABLE = Capabilities(
 REACH_S, JOIN_S = 2.0, 5.0  # for a peer's port to answer, and then its engine, which now and then takes two seconds
 LEAVE_S, CLOSE_S = 1.0, 15.0  # for calls towards a peer that is forgotten; for all that ends with the engine, which takes up to 14 s
 NOWHERE = 0  # an address that no engine has registered
-TRIES, AGAIN_S = 5, 0.02  # of a write when the engine has lost sight of an address for a moment, as it may while another peer leaves
-
-_never = threading.Event()
+TRIES = 5  # of a write towards addresses that the engine has lost sight of
 
 
 class Reach(msgspec.Struct, frozen=True):
@@ -43,8 +41,9 @@ class Reach(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class Remote:
-    """A peer's engine that was met: what memfabric calls it, and what is known of the calls towards it."""
+    """A peer's engine that was met, at its session: what memfabric calls it, and what is known of the calls towards it."""
 
+    session: str
     name: str
     joining: threading.Thread | None = None
     code: int = native.DONE  # of joining it
@@ -61,6 +60,7 @@ class AscendBackend:
         self._blocks: list[tuple[int, int]] = []
         self._met: dict[tuple[str, str], Remote] = {}  # by instance and session; memfabric forgets none either
         self._peers: dict[str, Remote] = {}
+        self._named: dict[str, int] = {}
         self._ending: threading.Thread | None = None
 
     @hookimpl
@@ -78,7 +78,7 @@ class AscendBackend:
         """Load the library and start the engine; ``BackendLoadError`` with what is missing, or if the process has one already."""
         self._engines, self._session = native.start(options, context)
         self._options, self._context, self._ending = options, context, None
-        self._met, self._peers = {}, {}
+        self._met, self._peers, self._named = {}, {}, {}
 
     @hookimpl
     def kvcore_register(self, regions: Sequence[Region]) -> None:
@@ -139,10 +139,11 @@ class AscendBackend:
         code = -1
         try:
             lists = transfer.local_address.tolist(), transfer.remote_address.tolist(), transfer.length.tolist()
-            for again in range(TRIES):  # of one thread, whose writes go in order: with the last also what an earlier one began has ended
-                _never.wait(again * AGAIN_S)
+            for _ in range(TRIES):  # of one thread, whose writes go in order: with the last also what an earlier one began has ended
                 if (code := engine.batch_transfer_sync_write(remote.name, *lists)) != native.LOST_SIGHT:
                     break
+                remote.name = self._new_name(remote.session)
+                self._write_nowhere(remote)
         finally:
             with self._lock:
                 remote.calls -= 1
@@ -196,10 +197,7 @@ class AscendBackend:
         address = parse(session, "its session")
         socket.create_connection((address.host, address.port), REACH_S).close()
         if (remote := self._met.get((peer, session))) is None:
-            # Memfabric never forgets what it found under a name, and ports come back: others there have one zero more each.
-            zeros = "0" * sum(known == session for _, known in self._met)
-            host, _, port = session.rpartition(":")
-            self._met[peer, session] = remote = Remote(f"{host}:{zeros}{port}")
+            self._met[peer, session] = remote = Remote(session, self._new_name(session))
         if remote.joining is None:
             remote.calls += 1
             remote.joining = _started(self._join, remote)
@@ -212,13 +210,28 @@ class AscendBackend:
         return remote
 
     def _join(self, remote: Remote) -> None:
-        """Have the engine connect by a write to nowhere, which it refuses when it has."""
+        """Have the engine connect."""
         try:
-            remote.code = self._engines[0].batch_transfer_sync_write(remote.name, [self._blocks[0][0]], [NOWHERE], [1])
+            remote.code = self._write_nowhere(remote)
         finally:
             with self._lock:
                 remote.calls -= 1
                 self._lock.notify_all()
+
+    def _write_nowhere(self, remote: Remote) -> int:
+        """By this the engine joins another's: a write that it refuses when it has, since there is no such address."""
+        return int(self._engines[0].batch_transfer_sync_write(remote.name, [self._blocks[0][0]], [NOWHERE], [1]))
+
+    def _new_name(self, session: str) -> str:
+        """What to call an engine that is to be joined, again or because its port has come back: one zero more each time.
+
+        Memfabric never forgets what it found under a name; but of all peers' memory it knows only as much, from its beginning on, as the
+        one has that it joined last.
+        """
+        with self._lock:
+            zeros = self._named[session] = self._named.get(session, -1) + 1
+        host, _, port = session.rpartition(":")
+        return f"{host}:{'0' * zeros}{port}"
 
 
 def _started(work: Any, argument: Any) -> threading.Thread:

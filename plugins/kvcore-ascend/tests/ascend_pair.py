@@ -37,9 +37,9 @@ class Stage(engine_nodes.Stage):
         """The backend of this process."""
         return super().node(side, layers=layers, **options)
 
-    def guest(self, side: str = "decode", session: str = "", **env: str) -> Guest:
+    def guest(self, side: str = "decode", session: str = "", pages: int = PAGES, **env: str) -> Guest:  # type: ignore[override]
         """A backend in another process; its memory is zero on decode, else random."""
-        return super().guest(PAGES, PAGE_BYTES, side, session, **env)
+        return super().guest(pages, PAGE_BYTES, side, session, **env)
 
 
 def write(guest: Guest, to: Peer, mine: Sequence[int], theirs: Sequence[int]) -> str:

@@ -30,6 +30,8 @@ from tests.helpers import wait_until
 
 SCATTERED = ([9, 3, 50, 20, 7], [1, 40, 2, 30, 8])
 RUN = (list(range(10, 30)), list(range(20, 40)))
+MANY_PAGES = 1024
+"""4 MiB, which is more than what memfabric rounds to."""
 
 
 @pytest.fixture
@@ -128,7 +130,8 @@ def test_a_write_is_made_again_when_the_engine_loses_sight_of_an_address(pair: t
         answers = iter([-2, -2, 0])
         writes = Writes(patch, lambda: next(answers))
         assert one.move([3], [5], two.peer) == DONE
-        assert len(writes.made) == 3 and writes.made[0] == writes.made[2]
+        assert len(writes.made) == 3 and writes.made[0][1:] == writes.made[2][1:]
+        assert len({name for name, *_ in writes.made}) == 3  # joined anew each time
     with monkeypatch.context() as patch:
         writes = Writes(patch, lambda: -2)
         assert failed(one.move([3], [5], two.peer)) == (False, True)
@@ -273,6 +276,18 @@ def test_b5_a_peer_that_is_gone_or_stands_still_is_not_connected_and_costs_no_ot
     one.backend.kvcore_connect(frozen.peer)
     assert one.move([3], [5], frozen.peer) == DONE
     assert np.array_equal(one.arrays[0][3], frozen.array[5])
+
+
+def test_a_peer_with_more_memory_than_the_one_that_joined_last_is_written_to(scene: Stage) -> None:
+    """Of all peers memfabric knows as many bytes as of the last that it joined."""
+    one = scene.node()
+    large, small, larger = scene.joined(one, scene.guest(pages=MANY_PAGES)), scene.guest(), scene.guest(pages=2 * MANY_PAGES)
+    for last in (small, larger, scene.guest()):
+        scene.joined(one, last)
+        for guest in (large, *((larger,) if last is not small else ()), small, large):
+            far = len(guest.array) - 1
+            assert one.move([3], [far], guest.peer) == DONE
+            assert np.array_equal(one.arrays[0][3], guest.array[far])
 
 
 def test_a_killed_peer_costs_its_own_tickets_and_its_successor_at_the_same_port_works(scene: Stage) -> None:
