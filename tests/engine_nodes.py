@@ -225,3 +225,13 @@ def python_path(*folders: Path) -> str:
 def resources(process: int | str = "self") -> tuple[int, int]:
     """Open files and threads of a process, those of the engine included."""
     return len(os.listdir(f"/proc/{process}/fd")), len(os.listdir(f"/proc/{process}/task"))
+
+
+def within(most: tuple[int, int], more: int = 0) -> bool:
+    """Whether no more is open in this process, and no more threads run, than then."""
+    return all(now <= then + more for now, then in zip(resources(), most, strict=True))
+
+
+def settles(most: tuple[int, int], more: int = 0) -> None:
+    """Wait until it is so; a thread that has ended is seen for a moment more."""
+    wait_until(lambda: within(most, more), what=f"files and threads within {most} and {more} more")

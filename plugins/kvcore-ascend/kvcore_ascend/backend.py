@@ -139,11 +139,10 @@ class AscendBackend:
         code = -1
         try:
             lists = transfer.local_address.tolist(), transfer.remote_address.tolist(), transfer.length.tolist()
-            for _ in range(TRIES):  # of one thread, whose writes go in order: with the last also what an earlier one began has ended
-                if (code := engine.batch_transfer_sync_write(remote.name, *lists)) != native.LOST_SIGHT:
+            for left in reversed(range(TRIES)):  # of one thread, in order: with the last also what an earlier one began has ended
+                code = engine.batch_transfer_sync_write(remote.name, *lists)
+                if code != native.LOST_SIGHT or not left or not self._found_again(remote):
                     break
-                remote.name = self._new_name(remote.session)
-                self._write_nowhere(remote)
         finally:
             with self._lock:
                 remote.calls -= 1
@@ -190,12 +189,8 @@ class AscendBackend:
         return f"backend 'ascend' could not register {told} ({native.meaning(code)}); usual causes: {causes}"
 
     def _joined(self, peer: str, session: str) -> Remote:
-        """A peer's engine once it has answered; ``OSError`` or ``ValueError`` if it does not.
-
-        To join one that stands still takes the engine two minutes, in which it joins no other; so first its port is tried.
-        """
-        address = parse(session, "its session")
-        socket.create_connection((address.host, address.port), REACH_S).close()
+        """A peer's engine once it has answered; ``OSError`` or ``ValueError`` if it does not."""
+        _try_port(session)
         if (remote := self._met.get((peer, session))) is None:
             self._met[peer, session] = remote = Remote(session, self._new_name(session))
         if remote.joining is None:
@@ -208,6 +203,15 @@ class AscendBackend:
             remote.joining = None
             raise ConnectionError(f"its engine cannot be joined, {native.meaning(remote.code)}")
         return remote
+
+    def _found_again(self, remote: Remote) -> bool:
+        """Have the engine join once more, under a new name, a peer whose memory it has lost sight of; False if its port does not answer."""
+        try:
+            _try_port(remote.session)
+        except OSError:
+            return False
+        remote.name = self._new_name(remote.session)
+        return self._write_nowhere(remote) == native.REFUSED
 
     def _join(self, remote: Remote) -> None:
         """Have the engine connect."""
@@ -232,6 +236,12 @@ class AscendBackend:
             zeros = self._named[session] = self._named.get(session, -1) + 1
         host, _, port = session.rpartition(":")
         return f"{host}:{'0' * zeros}{port}"
+
+
+def _try_port(session: str) -> None:
+    """``OSError`` if nobody listens: to join an engine that is gone may take two minutes, in which no other is joined."""
+    address = parse(session, "its session")
+    socket.create_connection((address.host, address.port), REACH_S).close()
 
 
 def _started(work: Any, argument: Any) -> threading.Thread:

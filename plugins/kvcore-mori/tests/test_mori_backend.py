@@ -19,7 +19,7 @@ from mori_pair import Calls, Stage, stage
 import kvcore
 from kvcore.errors import BackendOptionsError
 from kvcore.hookspecs import DONE, PENDING, RETRY, Endpoint, TicketState
-from tests.engine_nodes import Node, resources
+from tests.engine_nodes import Node, resources, settles
 from tests.helpers import stays, wait_until
 
 SCATTERED = ([9, 3, 50, 20, 7], [1, 40, 2, 30, 8])
@@ -330,7 +330,7 @@ def test_peers_come_and_go_and_leave_nothing(scene: Stage, monkeypatch: pytest.M
         assert not one.backend._remotes and not one.backend._jobs, number
         seen.append(resources()[1])
     assert calls.made["register_remote_engine"] == calls.made["deregister_remote_engine"]
-    assert seen[-1] <= seen[0], seen
+    wait_until(lambda: resources()[1] <= seen[0], what=f"threads: {seen}")
 
 
 # --- memory
@@ -419,7 +419,7 @@ def test_r3_after_close_no_byte_of_a_write_in_flight_leaves_the_source(scene: St
     one.close()
     assert time.monotonic() - began < 3.0
     assert one.state(jobs[-1]) is PENDING  # nobody can say more
-    assert resources()[1] <= before + 1  # the shim's own, of the process
+    wait_until(lambda: resources()[1] <= before + 1)  # the shim's own, of the process
     one.arrays[0][:] = NEW
     guest.thaw()
     guest.order("look")  # it goes on
@@ -435,7 +435,7 @@ def test_b7_a_closed_backend_leaves_nothing_and_opens_again(scene: Stage) -> Non
         one.close()
         assert one.backend._alive() is None
         seen.append(resources())
-    assert all(max(few) <= few[0] + 1 for few in zip(*seen, strict=True)), seen
+    settles(seen[0], 1)
 
 
 def test_a_backend_that_was_not_opened_closes() -> None:

@@ -12,9 +12,9 @@ from kvcore_conformance import Subject
 from kvcore_conformance.stage.driver import Crew
 from kvcore_conformance.stage.frozen import check_any_engine, check_late_is_seen, check_nothing_late
 
-from tests.engine_nodes import resources
+from tests.engine_nodes import resources, settles
 from tests.engine_processes import check_frozen_killed_and_started_again, check_killed_in_the_middle
-from tests.helpers import ROOT, Calls, duo, wait_until
+from tests.helpers import ROOT, Calls, duo
 
 PATIENT = {"KV_SOFTVERBS_ACK_TIMEOUT_MS": "60000"}
 """A card that goes on retrying, so that a write to a process that stands still stays in flight."""
@@ -70,7 +70,7 @@ def test_managers_opened_and_closed_leave_nothing() -> None:
         with duo("mori") as pair:
             pair.transfer([1, 2, 5], [3, 4, 9])
         seen.append(resources())
-    wait_until(lambda: all(now <= then for now, then in zip(resources(), seen[1], strict=True)), what=f"files and threads: {seen}")
+    settles(seen[1])
 
 
 ENDS = """

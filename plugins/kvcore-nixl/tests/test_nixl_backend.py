@@ -19,21 +19,12 @@ from nixl_pair import BIG, Calls, Node, pair
 
 import kvcore
 from kvcore.hookspecs import DONE, PENDING, Endpoint
+from tests.engine_nodes import resources, settles, within
 from tests.helpers import duo, memory, wait_until
 
 SCATTERED = ([9, 3, 50, 20, 7], [1, 40, 2, 30, 8])
 RUN = (list(range(10, 30)), list(range(20, 40)))
 NEW = 0xEE
-
-
-def resources() -> tuple[int, int]:
-    """Open files and threads of this process, those of the engine included."""
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-
-def stays_within(most: tuple[int, int]) -> bool:
-    """Whether no more is open, and no more threads run; one that has ended is seen for a moment more."""
-    return all(now <= before for now, before in zip(resources(), most, strict=True))
 
 
 @pytest.mark.parametrize("entries", [0, 1 << 20])
@@ -345,7 +336,7 @@ def test_b3_an_error_that_somebody_keeps_does_not_keep_the_agent(hook: str) -> N
         with pytest.raises((kvcore.RegistrationError, ConnectionError), match="NIXL_ERR") as kept:
             refused()
         node.close()  # which would say that the agent goes on
-        wait_until(lambda: both.drive(0.01) or stays_within(before))
+        wait_until(lambda: both.drive(0.01) or within(before))
         assert kept.value.__cause__ is not None
 
 
@@ -397,7 +388,7 @@ def test_peers_come_and_go_and_leave_nothing(transport: str, monkeypatch: pytest
             node.close()
             assert both.prefill.backend.kvcore_disconnect(node.name) is True
             most = max(most, resources()) if number < 3 else most
-        wait_until(lambda: stays_within(most))
+        settles(most)
     assert calls.made["add_remote_agent"] == calls.made["remove_remote_agent"] == 21
     assert calls.made["prep_xfer_dlist"] == calls.made["release_dlist_handle"]
 
@@ -410,5 +401,5 @@ def test_managers_opened_and_closed_leave_nothing(transport: str, number: int) -
             both.transfer([1, 2, 5], [3, 4, 9])
         most = max(most, resources()) if count < 2 else most
         megabytes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") >> 20)
-    wait_until(lambda: stays_within(most))
+    settles(most)
     assert megabytes[-1] - megabytes[number // 5] < 20, megabytes
