@@ -6,7 +6,7 @@ import itertools
 import multiprocessing
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -36,16 +36,22 @@ class Side:
         self.handles: dict[int, list[Handle]] = {}
         self.plans: list[FaultPlan] = []
         self.holds: list[Any] = []
+        self.limits: list[dict[str, float]] = []
+
+    def limit(self, each: list[dict[str, float]]) -> None:
+        """What the ranks that are opened next have of limits of their own."""
+        self.limits = each
 
     def open(self, model: str, order: str, tp: int, pp: int, uneven: bool, ranks: range | None = None, leader: str | None = None) -> str:
         """Start all ranks, or some beside a ``leader`` in another process; the address of the group."""
         every = group(MODELS[model], order, self.side, tp, pp, uneven)
         self.held = every if ranks is None else [every[rank] for rank in ranks]
-        for held in self.held:
+        for held, limits in itertools.zip_longest(self.held, self.limits, fillvalue={}):
+            assert isinstance(held, Held)
             place = Topology(tp_size=tp, tp_rank=held.tp_rank, pp_size=pp, pp_rank=held.pp_rank)
             if self.managers and self.side == "prefill":
                 leader = self.managers[0].address
-            settings = config(self.side, self.backend, topology=place, bootstrap=leader, limits=LIMITS)
+            settings = config(self.side, self.backend, topology=place, bootstrap=leader, limits=LIMITS | limits)
             self.managers.append(KVManager(settings, list(pools(held))))
             self.plans.append(FaultPlan(seed=1))
             self.managers[-1].add_observer(self.plans[-1])
@@ -53,7 +59,7 @@ class Side:
 
     def close(self) -> None:
         """Stop all ranks."""
-        self.plans = []
+        self.plans, self.limits = [], []
         while self.managers:
             self.managers.pop().close()
 
@@ -92,9 +98,9 @@ class Side:
         """Have the first ticket of a room fail on one rank."""
         self.plans[rank].fail(room=room, times=1)
 
-    def hold(self, room: int, but: int | None = None) -> None:
-        """Have no ticket of a room end on any rank (but one) until ``release``."""
-        self.holds = [plan.hold(room=room) for rank, plan in enumerate(self.plans) if rank != but]
+    def hold(self, room: int, ranks: Sequence[int] | None = None) -> None:
+        """Have no ticket of a room end on any rank, or some, until ``release``."""
+        self.holds = [plan.hold(room=room) for rank, plan in enumerate(self.plans) if ranks is None or rank in ranks]
 
     def release(self) -> None:
         """Let what is held go on."""

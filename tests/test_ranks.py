@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from tests.helpers import BACKENDS, number, wait_until
+from tests.helpers import BACKENDS, number, stays, wait_until
 from tests.rank_workers import LIMITS, Worker, worker, workers
 from tests.test_mapping import MODELS, SIZES
 
@@ -95,13 +95,24 @@ GROUPS: Combination = ("mha", "token", (4, 2, 1, 1), False)
 """Four prefill ranks and two decode ranks, each of which gathers from two, and hears of the leader."""
 
 
+@contextmanager
+def grouped(sides: dict[str, tuple[Worker, Worker]], combination: Combination) -> Iterator[tuple[Worker, Worker, str]]:
+    """Groups over ``local``, which must have nothing left of their rooms at the end."""
+    prefill, decode = sides["local"]
+    address = opened(prefill, decode, combination)
+    try:
+        yield prefill, decode, address
+        empty(prefill, decode)
+    finally:
+        prefill.begin("close")
+        decode.close()
+        prefill.end()
+
+
 @pytest.fixture
 def groups(sides: dict[str, tuple[Worker, Worker]]) -> Iterator[tuple[Worker, Worker, str]]:
-    prefill, decode = sides["local"]
-    yield prefill, decode, opened(prefill, decode, GROUPS)
-    prefill.begin("close")
-    decode.close()
-    prefill.end()
+    with grouped(sides, GROUPS) as all_ranks:
+        yield all_ranks
 
 
 @pytest.mark.parametrize("when", ["before", "held"])
@@ -124,7 +135,6 @@ def test_t5_an_abort_on_one_rank_ends_all_with_its_reason(groups: tuple[Worker, 
     prefill.clear(room)
     decode.clear(room)
     decode.reset()
-    empty(prefill, decode)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -132,7 +142,7 @@ def test_t5_a_failed_ticket_on_one_rank_ends_all_with_its_reason(groups: tuple[W
     """While the other ranks still write."""
     prefill, decode, address = groups
     room = number()
-    prefill.hold(room, rank)
+    prefill.hold(room, [other for other in range(4) if other != rank])
     prefill.fail(room, rank)
     prefill.hand_over(room, address)
     decode.hand_over(room, address)
@@ -142,7 +152,62 @@ def test_t5_a_failed_ticket_on_one_rank_ends_all_with_its_reason(groups: tuple[W
     prefill.clear(room)
     decode.clear(room)
     decode.reset()
-    empty(prefill, decode)
+
+
+FOUR_TO_ONE: Combination = ("mha", "token", (4, 1, 1, 1), False)
+
+
+def test_c91_success_only_when_the_last_rank_has_said_so(sides: dict[str, tuple[Worker, Worker]]) -> None:
+    with grouped(sides, FOUR_TO_ONE) as (prefill, decode, address):
+        room = number()
+        prefill.hold(room, [3])
+        prefill.hand_over(room, address)
+        decode.hand_over(room, address)
+        wait_until(lambda: prefill.states(room) == [*["SUCCESS"] * 3, "TRANSFERRING"], what="three ranks to have done")
+        stays(lambda: decode.states(room) == ["TRANSFERRING"], 0.3)
+        prefill.release()
+        assert {*prefill.ended(room), *decode.ended(room)} == {"SUCCESS"} and decode.wrong() == []
+        prefill.clear(room)
+        decode.clear(room)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_c91_no_success_if_a_rank_fails_before_or_after_the_others(sides: dict[str, tuple[Worker, Worker]], when: str) -> None:
+    with grouped(sides, FOUR_TO_ONE) as (prefill, decode, address):
+        room = number()
+        prefill.hold(room, [3] if when == "after" else None)
+        prefill.hand_over(room, address)
+        decode.hand_over(room, address)
+        if when == "after":
+            wait_until(lambda: prefill.states(room)[:3] == ["SUCCESS"] * 3, what="three ranks to have done")
+        prefill.abort(room, 3)
+        prefill.release()
+        (end,) = decode.ended(room)
+        assert end.startswith("FAILED") and "rank 3 aborts (aborted, from prefill rank 3)" in end
+        assert alike([*prefill.ended(room), end])
+        prefill.clear(room)
+        decode.clear(room)
+        decode.reset()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_c67_of_ranks_whose_limits_pass_one_after_the_other_the_first_ends_all(sides: dict[str, tuple[Worker, Worker]], side: str) -> None:
+    """The last rank's limit is the shortest, and each other's 50 ms longer than the next one's."""
+    groups = dict(zip(("prefill", "decode"), sides["local"], strict=True))
+    groups[side].limit([{"transfer_s": 1.0 + 0.05 * (3 - rank)} for rank in range(4)])
+    with grouped(sides, ("mha", "token", (4, 4, 1, 1), False)) as (prefill, decode, address):
+        room = number()
+        prefill.hold(room)
+        prefill.hand_over(room, address)
+        decode.hand_over(room, address)
+        began = time.monotonic()
+        for end in (*prefill.ended(room), *decode.ended(room)):
+            assert end.startswith("FAILED") and "transfer_s" in end and f"(timeout, from {side} rank " in end
+        assert time.monotonic() - began < 2.0
+        prefill.release()
+        prefill.clear(room)
+        decode.clear(room)
+        decode.reset()
 
 
 def alike(ends: list[str]) -> bool:
@@ -174,7 +239,6 @@ def test_t5_two_thousand_rooms_end_alike_or_explain_themselves_and_leave_nothing
         decode.all_clear(rooms)
     assert outcomes["SUCCESS"] > 1800 and outcomes["FAILED"] >= 100, outcomes
     decode.reset()
-    empty(prefill, decode)
 
 
 def test_p2_a_killed_rank_ends_its_rooms_on_all_ranks() -> None:
