@@ -74,6 +74,22 @@ class Descriptors:
     def __len__(self) -> int:
         return self.length.size
 
+    @classmethod
+    def empty(cls, size: int) -> Descriptors:
+        """Room for so many."""
+        regions, numbers = np.empty((2, size), np.int32), np.empty((3, size), np.uint64)
+        return cls(*regions, *numbers)
+
+    def __getitem__(self, which: slice | npt.NDArray[np.intp]) -> Descriptors:
+        """Some of them; of a slice, views."""
+        return Descriptors(
+            self.local_region[which], self.remote_region[which], self.local_offset[which], self.remote_offset[which], self.length[which]
+        )
+
+    def further(self, local: U64, remote: U64, length: U64) -> Descriptors:
+        """Each so much further in its regions, and so long."""
+        return Descriptors(self.local_region, self.remote_region, self.local_offset + local, self.remote_offset + remote, length)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all descriptors."""
@@ -81,56 +97,51 @@ class Descriptors:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
-    """Descriptors in strided form, arrays of shape ``(n,)``: row i stands for ``count[i]`` of ``length[i]`` bytes, the first at the two
-    offsets and each next one a stride further. Sorted by region pair and within it by remote offset; no length is zero."""
+class Strides:
+    """How often each row's descriptor is repeated, and how far each next one lies from the one before, in bytes; of shape ``(n,)``."""
 
-    local_region: I32
-    remote_region: I32
-    local_offset: U64
-    remote_offset: U64
     count: U64
-    local_stride: U64
-    remote_stride: U64
-    length: U64
+    local: U64
+    remote: U64
+
+    def __getitem__(self, which: slice) -> Strides:
+        return Strides(self.count[which], self.local[which], self.remote[which])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """Descriptors in strided form: the first one of each row, sorted by region pair and within it by remote offset, and how they go on;
+    without strides each row is one descriptor. No length is zero."""
+
+    first: Descriptors
+    strides: Strides | None = None
 
     def __len__(self) -> int:
-        return self.length.size
+        return len(self.first)
 
-    @classmethod
-    def empty(cls, size: int) -> Plan:
-        """Room for so many rows."""
-        regions, numbers = np.empty((2, size), np.int32), np.empty((6, size), np.uint64)
-        return cls(regions[0], regions[1], *numbers)
+    def __getitem__(self, which: slice) -> Plan:
+        """Some rows, as views."""
+        return Plan(self.first[which], None if self.strides is None else self.strides[which])
 
-    def part(self, start: int, stop: int) -> Plan:
-        """Rows ``start .. stop-1``, as views."""
-        cut = slice(start, stop)
-        return Plan(
-            self.local_region[cut], self.remote_region[cut], self.local_offset[cut], self.remote_offset[cut],
-            self.count[cut], self.local_stride[cut], self.remote_stride[cut], self.length[cut],
-        )  # fmt: skip
+    @property
+    def count(self) -> U64 | None:
+        """Descriptors of each row; None where each has one."""
+        return None if self.strides is None else self.strides.count
 
-    @classmethod
-    def of(cls, each: Descriptors) -> Plan:
-        """A row for each descriptor."""
-        zero, one = np.zeros(len(each), np.uint64), np.ones(len(each), np.uint64)
-        return cls(each.local_region, each.remote_region, each.local_offset, each.remote_offset, one, zero, zero, each.length)
+    @property
+    def nbytes(self) -> U64:
+        """Bytes of each row."""
+        return self.first.length if self.count is None else self.first.length * self.count
 
     def descriptors(self) -> Descriptors:
         """Each row written out."""
-        if self.count.size == 0 or int(self.count.max()) == 1:
-            return Descriptors(self.local_region, self.remote_region, self.local_offset, self.remote_offset, self.length)
-        row = np.repeat(np.arange(len(self)), self.count.astype(np.int64))
-        first = np.cumsum(self.count, dtype=np.uint64) - self.count
-        number: U64 = np.arange(row.size, dtype=np.uint64) - first[row]
-        return Descriptors(
-            self.local_region[row],
-            self.remote_region[row],
-            self.local_offset[row] + number * self.local_stride[row],
-            self.remote_offset[row] + number * self.remote_stride[row],
-            self.length[row],
-        )
+        if self.strides is None:
+            return self.first
+        count = self.strides.count
+        row = np.repeat(np.arange(len(self)), count.astype(np.int64))
+        number = np.arange(row.size, dtype=np.uint64) - (np.cumsum(count, dtype=np.uint64) - count)[row]
+        each = self.first[row]
+        return each.further(number * self.strides.local[row], number * self.strides.remote[row], each.length)
 
 
 def plan(local: Layout, remote: Layout, pages: Mapping[str, tuple[Indices, Indices]], shares: Mapping[str, Share]) -> Plan:
@@ -143,11 +154,13 @@ def plan(local: Layout, remote: Layout, pages: Mapping[str, tuple[Indices, Indic
         if name in shares:
             work.append((_place(local, name), _place(remote, name), shares[name], _runs(mine, theirs, shares[name].whole)))
     work.sort(key=lambda item: item[0].first_region)
-    out = Plan.empty(sum(len(share) * runs.count.size for _, _, share, runs in work))
+    size = sum(len(share) * runs.count.size for _, _, share, runs in work)
+    strided = any(not share.whole for _, _, share, _ in work)
+    out = Plan(Descriptors.empty(size), Strides(*np.empty((3, size), np.uint64)) if strided else None)
     start = 0
     for here, there, share, runs in work:
         stop = start + len(share) * runs.count.size
-        _broadcast(out.part(start, stop), here, there, share, runs)
+        _broadcast(out[start:stop], here, there, share, runs)
         start = stop
     return out
 
@@ -181,16 +194,22 @@ def split(planned: Plan, max_descriptors: int | None, max_bytes: int | None) -> 
     if not len(planned):
         return
     planned = _cut(planned, max_descriptors, max_bytes)
-    limits = [(np.cumsum(planned.count, dtype=np.uint64), max_descriptors)]
-    limits += [(np.cumsum(planned.count * planned.length, dtype=np.uint64), max_bytes)]
+    limits = []
+    if max_descriptors is not None:
+        each: U64 = np.ones(len(planned), np.uint64) if planned.count is None else planned.count
+        limits.append((np.cumsum(each, dtype=np.uint64), max_descriptors))
+    if max_bytes is not None:
+        limits.append((np.cumsum(planned.nbytes, dtype=np.uint64), max_bytes))
+    if all(int(ends[-1]) <= most for ends, most in limits):
+        yield planned
+        return
     start = 0
     while start < len(planned):
         stop = len(planned)
         for ends, most in limits:
-            if most is not None:
-                done = int(ends[start - 1]) if start else 0
-                stop = min(stop, int(np.searchsorted(ends, np.uint64(min(done + most, 2**64 - 1)), side="right")))
-        yield planned.part(start, stop) if (start, stop) != (0, len(planned)) else planned
+            done = int(ends[start - 1]) if start else 0
+            stop = min(stop, int(np.searchsorted(ends, np.uint64(min(done + most, 2**64 - 1)), side="right")))
+        yield planned[start:stop]
         start = stop
 
 
@@ -248,39 +267,39 @@ def _runs(local: Indices, remote: Indices, merge: bool) -> _Runs:
 
 
 def _broadcast(out: Plan, here: PoolPlace, there: PoolPlace, share: Share, runs: _Runs) -> None:
-    shape = len(share), runs.count.size
-    out.local_region.reshape(shape)[:] = (share.local_region + np.int32(here.first_region))[:, None]
-    out.remote_region.reshape(shape)[:] = (share.remote_region + np.int32(there.first_region))[:, None]
+    first, shape = out.first, (len(share), runs.count.size)
+    first.local_region.reshape(shape)[:] = (share.local_region + np.int32(here.first_region))[:, None]
+    first.remote_region.reshape(shape)[:] = (share.remote_region + np.int32(there.first_region))[:, None]
     for offset, pages, page_bytes, base in (
-        (out.local_offset.reshape(shape), runs.local, here.page_bytes[share.local_region], share.local_base),
-        (out.remote_offset.reshape(shape), runs.remote, there.page_bytes[share.remote_region], share.remote_base),
+        (first.local_offset.reshape(shape), runs.local, here.page_bytes[share.local_region], share.local_base),
+        (first.remote_offset.reshape(shape), runs.remote, there.page_bytes[share.remote_region], share.remote_base),
     ):
         np.multiply(page_bytes[:, None], pages, out=offset)
-        offset += base[:, None]
-    for column, value in ((out.count, share.count), (out.local_stride, share.local_stride), (out.remote_stride, share.remote_stride)):
-        column.reshape(shape)[:] = value[:, None]
-    np.multiply(share.length[:, None], runs.count, out=out.length.reshape(shape))
+        if not share.whole:
+            offset += base[:, None]
+    np.multiply(share.length[:, None], runs.count, out=first.length.reshape(shape))
+    if out.strides is not None:
+        for column, value in (
+            (out.strides.count, share.count),
+            (out.strides.local, share.local_stride),
+            (out.strides.remote, share.remote_stride),
+        ):
+            column.reshape(shape)[:] = value[:, None]
 
 
 def _cut(planned: Plan, max_descriptors: int | None, max_bytes: int | None) -> Plan:
     """No row above a limit: written out if too many or too large together, its descriptors cut if one alone is too large."""
-    too_many = max_descriptors is not None and int(planned.count.max()) > max_descriptors
-    too_large = max_bytes is not None and int((planned.count * planned.length).max()) > max_bytes
-    if too_many or too_large:
-        planned = Plan.of(planned.descriptors())
-    if max_bytes is None or int(planned.length.max()) <= max_bytes:
+    if planned.count is not None and (
+        (max_descriptors is not None and int(planned.count.max()) > max_descriptors)
+        or (max_bytes is not None and int(planned.nbytes.max()) > max_bytes)
+    ):
+        planned = Plan(planned.descriptors())
+    length = planned.first.length
+    if max_bytes is None or int(length.max()) <= max_bytes:
         return planned
     step = np.uint64(max_bytes)
-    pieces = (planned.length - np.uint64(1)) // step + np.uint64(1)
-    whole = np.repeat(np.arange(len(planned)), pieces.astype(np.int64))
+    pieces = (length - np.uint64(1)) // step + np.uint64(1)
+    whole = np.repeat(np.arange(length.size), pieces.astype(np.int64))
     first = np.cumsum(pieces, dtype=np.uint64) - pieces
     skip = (np.arange(whole.size, dtype=np.uint64) - first[whole]) * step
-    return Plan.of(
-        Descriptors(
-            planned.local_region[whole],
-            planned.remote_region[whole],
-            planned.local_offset[whole] + skip,
-            planned.remote_offset[whole] + skip,
-            np.minimum(planned.length[whole] - skip, step),
-        )
-    )
+    return Plan(planned.first[whole].further(skip, skip, np.minimum(length[whole] - skip, step)))

@@ -46,7 +46,7 @@ from kvcore.hookspecs import API_VERSION, BackendInfo, Capabilities
 from kvcore.http import HttpThread
 from kvcore.installed import InstalledBackend
 from kvcore.memory import PoolGeometry, check_distinct
-from kvcore.planner import Layout, Plan, check, split
+from kvcore.planner import Descriptors, Layout, Plan, check, split
 from kvcore.states import FailureCode, Reason, RoomId
 from tests.fake_backends import BadStartBackend, MemoryBackend, install
 from tests.helpers import Duo, config, duo, memory, number
@@ -550,7 +550,7 @@ CASES = [
          ("'kv'", "region 0", "31", "8 pages of 4")),
     Case("region beyond 64 bits", lambda t: Layout.of([geometry()], [Region(2**64 - 8, 32)]), IncompatiblePeerError,
          ("'kv'", "region 0", "0xfffffffffffffff8", "32 bytes")),
-    Case("batch of nothing", lambda t: list(split(Plan.empty(0), 0, None)), ConfigError, ("max_descriptors", "0")),
+    Case("batch of nothing", lambda t: list(split(Plan(Descriptors.empty(0)), 0, None)), ConfigError, ("max_descriptors", "0")),
     Case("backend that is not installed", lambda t: t.start(backend="locl"), BackendNotFoundError,
          ("'locl'", "'local'", "install the distribution")),
     Case("backend that is no name", lambda t: registry.load_backend(None), BackendNotFoundError, ("None", "'local'")),  # type: ignore[arg-type]

@@ -104,7 +104,7 @@ def cases(draw: st.DrawFn, page_bytes: st.SearchStrategy[int], most_pages: int) 
 
 def cut(descriptors: Descriptors, most: int | None, most_bytes: int | None) -> list[Descriptors]:
     """The batches, at most 1000 of them, so that a split that never ends fails instead of hanging."""
-    return [batch.descriptors() for batch in itertools.islice(split(Plan.of(descriptors), most, most_bytes), 1000)]
+    return [batch.descriptors() for batch in itertools.islice(split(Plan(descriptors), most, most_bytes), 1000)]
 
 
 def run(batches: list[Descriptors], source: list[bytearray], target: list[bytearray]) -> None:

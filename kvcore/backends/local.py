@@ -252,7 +252,7 @@ class LocalBackend:
     def _send(self, job: Job) -> TicketState:
         sock, batch, problem = job.link.sock, job.transfer, ""
         each = Descriptors(batch.local_region, batch.remote_region, batch.local_offset, batch.remote_offset, batch.length)
-        for part in split(Plan.of(each), MAX_ROWS, self._options.frame_bytes):
+        for part in (rows.first for rows in split(Plan(each), MAX_ROWS, self._options.frame_bytes)):
             pieces, problem = self._pieces(part.local_region, part.local_offset, part.length)
             if problem := "cancelled" if job.cancelled else problem:
                 break

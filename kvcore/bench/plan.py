@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvcore import mapping
+from kvcore.layouts import Heads, Place
 from kvcore.memory import Indices, PoolGeometry, Region
 from kvcore.planner import Layout, plan, split
 
@@ -26,18 +27,23 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One chunk: ``pages`` in as many ``regions``, ``scattered`` or in one run, cut into batches of ``cut`` descriptors."""
+    """One chunk: ``pages`` in as many ``regions``, ``scattered`` or in one run, cut into batches of ``cut`` descriptors.
+
+    Towards several decode ``ranks``, each of which gets its heads of every page, it is planned in strided form and not written out.
+    """
 
     pages: int
     regions: int
     scattered: bool
     cut: int | None
     target_ms: float
+    ranks: int = 1
 
     def __str__(self) -> str:
         kind = "scattered pages" if self.scattered else "pages in one run"
         cut = f", batches of {self.cut}" if self.cut is not None else ""
-        return f"{self.pages} {kind} x {self.regions} regions{cut}"
+        ranks = f" x {self.ranks} ranks, a slice of heads each" if self.ranks > 1 else ""
+        return f"{self.pages} {kind} x {self.regions} regions{cut}{ranks}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,7 @@ CASES = (
     Case(8192, 128, True, 4096, 40.0),
     Case(8192, 128, False, None, 0.5),
     Case(1, 128, False, None, 0.5),
+    Case(2048, 61, True, None, 60.0, ranks=8),
 )
 
 
@@ -76,23 +83,29 @@ def table(results: Sequence[Result]) -> Iterator[str]:
 
 def _median_ms(case: Case, repeats: int) -> float:
     """Median milliseconds of planning a chunk and cutting it into batches."""
-    side, pages, times = _layout(case.regions), _pages(case), []
-    geometry = side.pools["kv"].geometry
-    whole = mapping.whole([geometry])
+    here, there, pages, times = _layout(case.regions), _layout(case.regions, case.ranks), _pages(case), []
+    geometries = [here.pools["kv"].geometry], [there.pools["kv"].geometry]
+    decode = [Place(tp_size=case.ranks, tp_rank=rank) for rank in range(case.ranks)]
+    each = [mapping.shares(*geometries, Place(), place, turn=0) for place in decode]
     for _ in range(repeats):
         began = time.perf_counter()
-        for batch in split(plan(side, side, {"kv": pages}, whole), case.cut, None):
-            batch.descriptors()
+        for shares in each:
+            planned = plan(here, there, {"kv": pages}, shares)
+            if case.ranks == 1:
+                for batch in split(planned, case.cut, None):
+                    batch.descriptors()
         times.append(time.perf_counter() - began)
     return statistics.median(times) * 1e3
 
 
-def _layout(regions: int) -> Layout:
-    """One pool of ``regions`` regions somewhere high in the address space; nothing is allocated."""
-    nbytes = NUM_PAGES * PAGE_BYTES
+def _layout(regions: int, ranks: int = 1) -> Layout:
+    """One pool of ``regions`` regions somewhere high in the address space, of one of so many ranks; nothing is allocated."""
+    page_bytes = PAGE_BYTES // ranks
+    nbytes = NUM_PAGES * page_bytes
     listed = [Region(0x7000_0000_0000 + number * nbytes, nbytes, layer=number) for number in range(regions)]
-    layers = tuple(range(regions))
-    return Layout.of([PoolGeometry("kv", NUM_PAGES, 16, "float16", (PAGE_BYTES,) * regions, layers, ("",) * regions)], listed)
+    layers, parts = tuple(range(regions)), ("",) * regions
+    geometry = PoolGeometry("kv", NUM_PAGES, 16, "float16", (page_bytes,) * regions, layers, parts, Heads(8, 128))
+    return Layout.of([geometry], listed)
 
 
 def _pages(case: Case) -> tuple[Indices, Indices]:
