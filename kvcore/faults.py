@@ -292,7 +292,7 @@ class FaultPlan(Interposer):
 
     @hookimpl(wrapper=True)
     def kvcore_clear(self, room: RoomKey) -> Generator[None, None, None]:
-        for stand_in in [stand_in for stand_in in self._stand_ins if stand_in.transfer.room == room]:
+        for stand_in in [stand_in for stand_in in list(self._stand_ins) if stand_in.transfer.room == room]:  # workers add to them
             self._forget(stand_in)
         self._meet("kvcore_clear", room.number)
         yield
@@ -301,7 +301,7 @@ class FaultPlan(Interposer):
     def kvcore_held_rooms(self) -> Generator[None, list[RoomKey], list[RoomKey]]:
         self._meet("kvcore_held_rooms")
         held = yield
-        return list({*held, *(stand_in.transfer.room for stand_in in self._stand_ins)})
+        return list({*held, *(stand_in.transfer.room for stand_in in list(self._stand_ins))})
 
     @hookimpl(wrapper=True)
     def kvcore_endpoint(self) -> Generator[None, Endpoint, Endpoint]:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 
 import kvcore
 from kvcore import FailureCode, KVPoll, NothingPosted
 from kvcore.errors import ConfigError, KVCoreError
 from kvcore.faults import ControlTap, FaultPlan
-from kvcore.hookspecs import RETRY, Capabilities, TicketKind, TicketState
+from kvcore.hookspecs import RETRY, Capabilities, TicketKind, TicketState, Transfer
 from kvcore.protocol.messages import Abort, Join, Status
 from kvcore.states import RoomKey
 from kvcore.wire import Letter, Ping
@@ -360,6 +362,30 @@ def test_a_plan_serves_one_manager(pair: Duo) -> None:
         pair.decode.add_observer(pair.plan)
     with pytest.raises(KVCoreError, match="add_observer first"):
         _ = FaultPlan().hooks
+
+
+def test_a_room_is_cleared_while_workers_begin_transfers_of_others() -> None:
+    """A backend that blocks is called by several threads."""
+    plan, none, interval = FaultPlan(), np.empty(0, np.uint64), sys.getswitchinterval()
+    plan.hold()
+
+    def begin() -> None:
+        for room in range(2000):
+            regions = none.astype(np.int32)
+            plan.kvcore_transfer(Transfer(RoomKey("prefill", room, 0, 1), "peer", regions, regions, none, none, none, none, none))
+
+    sys.setswitchinterval(1e-5)
+    try:
+        worker = threading.Thread(target=begin)
+        worker.start()
+        while worker.is_alive():
+            for wrapper in (plan.kvcore_clear(RoomKey("prefill", 1, 0, 1)), plan.kvcore_held_rooms()):
+                next(wrapper)
+                with pytest.raises(StopIteration):
+                    wrapper.send([])  # type: ignore[arg-type]
+        worker.join()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_raising_housekeeping_hooks_disturb_no_room(pair: Duo) -> None:
