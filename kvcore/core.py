@@ -89,6 +89,10 @@ class Core:
         geometries = tuple(pool.geometry for pool in self.pools.values())
         layout = Layout.of(geometries, regions)
         for geometry in geometries:
+            if config.role != "decode" and geometry.source not in self.pools:
+                raise ConfigError(
+                    f"pool {geometry.name!r} pairs with {geometry.source!r}, which role {config.role!r} sends from; give it too"
+                )
             try:
                 mapping.check_rank(geometry, config.topology.place)
             except ValueError as error:
@@ -240,7 +244,7 @@ class Core:
         if dp_rank >= sizes.dp_size:
             raise ValueError(f"dp_rank is {dp_rank} and it has {sizes.dp_size} data-parallel ranks; name the one that serves the room")
         ranks = group.of(dp_rank)
-        pools = tuple((pool.name, pool.layout) for pool in self.pools.values())
+        pools = mapping.sent(pool.geometry for pool in self.pools.values())
         return tuple(ranks[rank] for rank in mapping.sources(pools, sizes, self.config.topology.place, room.id.number))
 
     def _found(self, room: Room, peers: list[Peer]) -> None:

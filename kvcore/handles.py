@@ -210,6 +210,11 @@ class Sender(Handle):
         if ready is not None and not callable(getattr(ready, "query", None)):
             raise PageError(f"room {self._room.id}: ready is a {type(ready).__name__} without query(); pass an event, or None")
         chosen = self._indices(pages)
+        for name in chosen:
+            if self._owner.pools[name].pairs_with:
+                raise PageError(
+                    f"room {self._room.id}: pool {shown(name)} only receives; send from {shown(self._owner.pools[name].source)}"
+                )
         room, table = self._room, self._owner.table
         with table.lock:
             life = room.life
@@ -292,8 +297,8 @@ class Receiver(Handle):
         if total > MAX_LISTED:
             raise PageError(f"room {self._room.id}: {total} pages are more than the {MAX_LISTED} that one message lists; use larger pages")
         listed = tuple(
-            PoolPages(name, np.ascontiguousarray(chosen[name], "<i4").tobytes() if name in chosen else b"", prefix.get(name, 0))
-            for name in pools
+            self._listed(source, {name: indices for name, indices in chosen.items() if pools[name].source == source}, prefix.get(source, 0))
+            for source in dict.fromkeys(pool.source for pool in pools.values())
         )
         room, table = self._room, self._owner.table
         with table.lock:
@@ -307,6 +312,17 @@ class Receiver(Handle):
             room.meter.listed_bytes = sum(int(indices.size) * pools[name].page_bytes for name, indices in chosen.items())
             table.apply("decode", room.id, ev.Receive(self.generation, listed))
 
+    def _listed(self, source: str, chosen: dict[str, Indices], prefix: int) -> PoolPages:
+        """What is listed for one pool of the sender, which may lie in one pool here."""
+        if len(chosen) > 1:
+            raise PageError(
+                f"room {self._room.id}: pools {shown(sorted(chosen))} are both for the sender's {shown(source)}; list one of them"
+            )
+        for name, indices in chosen.items():
+            pages = np.ascontiguousarray(indices, "<i4").tobytes()
+            return PoolPages(source, pages, prefix, "" if name == source else name)
+        return PoolPages(source, b"", prefix)
+
     def _prefix(self, prefix_pages: int | Mapping[str, int]) -> dict[str, int]:
         pools = self._owner.pools
         given = dict(prefix_pages) if isinstance(prefix_pages, Mapping) else {next(iter(pools)): prefix_pages}
@@ -317,7 +333,7 @@ class Receiver(Handle):
                 raise PageError(
                     f"room {self._room.id}: prefix_pages of pool {shown(name)} is {shown(count)}; pass a number of pages, 0 or more"
                 )
-        return {name: int(count) for name, count in given.items()}
+        return {pools[name].source: int(count) for name, count in given.items()}
 
     def layers_ready(self) -> frozenset[int]:
         """Layers that are complete for all pages announced so far, where the sender hands layers over apart; all after SUCCESS."""

@@ -8,7 +8,8 @@ they have, so every stage of the one side meets every stage of the other, if onl
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,7 +64,12 @@ class Share:
 
 
 Pools = tuple[tuple[str, PageLayout], ...]
-"""Names and layouts of the pools of a side."""
+"""Names and layouts of the pools that prefill sends from, the same on both sides."""
+
+
+def sent(pools: Iterable[PoolGeometry]) -> Pools:
+    """The pools that are sent from, as either side knows them."""
+    return tuple(dict.fromkeys((pool.source, pool.layout) for pool in pools))
 
 
 def sources(pools: Pools, prefill: Place, decode: Place, turn: int) -> tuple[int, ...]:
@@ -77,12 +83,12 @@ def destinations(pools: Pools, prefill: Place, decode: Place, turn: int) -> tupl
 
 
 def shares(mine: Sequence[PoolGeometry], theirs: Sequence[PoolGeometry], prefill: Place, decode: Place, turn: int) -> Mapping[str, Share]:
-    """What this prefill rank (``mine``) writes to that decode rank (``theirs``), by pool; without pools it writes nothing of.
+    """What this prefill rank (``mine``) writes to that decode rank (``theirs``), by pool there; without pools it writes nothing of.
 
     Raises ``ValueError`` in one line, with both values, if they cannot be mapped (T3).
     """
-    there = {pool.name: pool for pool in theirs}
-    found = {pool.name: _share(pool, there[pool.name], prefill, decode, _turns(turn, prefill)) for pool in mine}
+    here = {pool.name: pool for pool in mine if not pool.pairs_with}
+    found = {pool.name: _share(here[pool.source], pool, prefill, decode, _turns(turn, prefill)) for pool in theirs if pool.source in here}
     return {name: share for name, share in found.items() if len(share)}
 
 
@@ -94,14 +100,13 @@ def whole(pools: Sequence[PoolGeometry]) -> Mapping[str, Share]:
 
 def why_not(mine: Sequence[PoolGeometry], theirs: Sequence[PoolGeometry], here: Place, there: Place) -> str | None:
     """Why pages cannot move between two ranks, one of each side, naming both values (T3); None if they can."""
-    names, others = [pool.name for pool in mine], [pool.name for pool in theirs]
-    if sorted(names) != sorted(others):
+    names, others = ({pool.source for pool in pools} for pools in (mine, theirs))
+    if names != others:
         return f"pools {shown(sorted(names))} here and {shown(sorted(others))} there"
-    other = {pool.name: pool for pool in theirs}
-    for pool in mine:
-        difference = _difference(pool, other[pool.name], here, there)
+    for pool, other in itertools.product(mine, theirs):
+        difference = _difference(pool, other, here, there) if pool.source == other.source else None
         if difference is not None:
-            return f"pool {shown(pool.name)}: {difference}"
+            return f"pool {shown(pool.name)}{'' if pool.name == other.name else f' and {shown(other.name)}'}: {difference}"
     return None
 
 
@@ -110,7 +115,7 @@ def uncovered(decode: Sequence[PoolGeometry], sources: Sequence[Sequence[PoolGeo
     for pool in decode:
         if isinstance(pool.layout, SideRecord):
             continue
-        have = {key for source in sources for other in source if other.name == pool.name for key in _keys(other)}
+        have = {key for source in sources for other in source if other.name == pool.source for key in _keys(other)}
         missing = sorted({layer for layer, part, _ in set(_keys(pool)) - have})
         if missing:
             return f"pool {shown(pool.name)}: no prefill rank has layers {shown(missing[:8])}{' ...' if len(missing) > 8 else ''}"

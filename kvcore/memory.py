@@ -44,13 +44,20 @@ class PoolGeometry(msgspec.Struct, frozen=True):
     layers: tuple[int, ...]
     parts: tuple[str, ...]
     layout: PageLayout = OPAQUE
+    pairs_with: str = ""
+
+    @property
+    def source(self) -> str:
+        """The name of the pool whose pages it takes."""
+        return self.pairs_with or self.name
 
 
 class Pool:
     """A set of equally long regions addressed by one page index; one page is one slice of each region.
 
     ``page_size`` is the number of tokens in a page, ``layout`` what it holds. ``dtype`` is only compared with the peer's ("" = not stated).
-    Raises ``ConfigError`` if a region does not divide into ``num_pages`` equal pages.
+    ``pairs_with``: it receives the pages of the sender's pool of that name, in place of one so named here (as a host pool may), and is not
+    sent from. Raises ``ConfigError`` if a region does not divide into ``num_pages`` equal pages.
     """
 
     def __init__(
@@ -62,14 +69,17 @@ class Pool:
         page_size: int,
         dtype: str = "",
         layout: PageLayout = OPAQUE,
+        pairs_with: str = "",
         owners: Sequence[object] = (),
     ) -> None:
         _positive(name, "num_pages", num_pages)
         _positive(name, "page_size", page_size)
         if num_pages > np.iinfo(np.int32).max:
             raise ConfigError(f"pool {shown(name)}: {num_pages} pages are more than an index of 31 bits names; split the pool")
-        if not isinstance(name, str) or not isinstance(dtype, str):
-            raise ConfigError(f"pool {shown(name)}: name and dtype {shown(dtype)} must be text")
+        if not all(isinstance(word, str) for word in (name, dtype, pairs_with)):
+            raise ConfigError(f"pool {shown(name)}: name, dtype {shown(dtype)} and pairs_with {shown(pairs_with)} must be text")
+        if pairs_with and pairs_with == name:
+            raise ConfigError(f"pool {shown(name)}: pairs_with is its own name; leave it out, or name the pool whose pages it takes")
         regions = [_plain(name, number, region) for number, region in enumerate(_listed(name, "regions", regions))]
         if not isinstance(layout, Heads | Latent | SideRecord | Opaque):
             raise ConfigError(f"pool {shown(name)}: layout is {shown(layout)}; pass kvcore.Heads, Latent, SideRecord or Opaque")
@@ -92,6 +102,7 @@ class Pool:
         self.page_size = int(page_size)
         self.dtype = str(dtype)
         self.layout = layout
+        self.pairs_with = str(pairs_with)
         self.layers = tuple(sorted({region.layer for region in regions}))
         """Ids of the layers it has."""
         self._owners = tuple(owners)  # keeps the memory alive as long as the pool
@@ -107,6 +118,7 @@ class Pool:
         part: str = "",
         layers: Sequence[int] | None = None,
         layout: PageLayout = OPAQUE,
+        pairs_with: str = "",
     ) -> Pool:
         """A pool over torch tensors or numpy arrays of shape ``[num_pages, ...]``, one region each, of the ``layers`` named or of 0, 1, ….
 
@@ -138,11 +150,13 @@ class Pool:
         num_pages, rest = (length, 0) if rows == "page" else divmod(length, _positive(name, "page_size", page_size))
         if rest or num_pages < 1:
             raise ConfigError(f"pool {shown(name)}: {length} token rows are not whole pages of {page_size}; allocate a multiple")
-        return cls(name, regions, num_pages=num_pages, page_size=page_size, dtype=dtype, layout=layout, owners=tensors)
+        return cls(
+            name, regions, num_pages=num_pages, page_size=page_size, dtype=dtype, layout=layout, pairs_with=pairs_with, owners=tensors
+        )
 
     @property
     def geometry(self) -> PoolGeometry:
-        """What is compared with a peer's pool of the same name."""
+        """What is compared with a peer's pool, and what it is compared by."""
         return PoolGeometry(
             self.name,
             self.num_pages,
@@ -152,7 +166,13 @@ class Pool:
             tuple(region.layer for region in self.regions),
             tuple(region.part for region in self.regions),
             self.layout,
+            self.pairs_with,
         )
+
+    @property
+    def source(self) -> str:
+        """The name of the sender's pool whose pages it takes."""
+        return self.pairs_with or self.name
 
     @property
     def page_bytes(self) -> int:
@@ -167,13 +187,17 @@ class Pool:
 
 
 def by_name(pools: Iterable[Pool]) -> dict[str, Pool]:
-    """A manager's pools by name; raises ``ConfigError`` unless they are a list of pools, each with a name of its own."""
+    """A manager's pools by name; raises ``ConfigError`` unless they are a list of pools, each with a name of its own, and none pairs with
+    one that itself only receives."""
     listed = list(pools) if isinstance(pools, Iterable) else []
     if not isinstance(pools, Iterable) or not all(isinstance(pool, Pool) for pool in listed):
         raise ConfigError(f"pools is {shown(pools)}; pass a list of kvcore.Pool")
     named = {pool.name: pool for pool in listed}
     if not named or len(named) != len(listed):
         raise ConfigError(f"pools are named {shown([pool.name for pool in listed])}; give at least one pool, each with a name of its own")
+    for pool in listed:
+        if pool.source in named and named[pool.source].pairs_with:
+            raise ConfigError(f"pool {shown(pool.name)} pairs with {shown(pool.source)}, which is not sent from; name a pool that is")
     return named
 
 

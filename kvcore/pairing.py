@@ -48,8 +48,7 @@ class Peer:
     def party(self, room: int) -> Party:
         """The peer as the protocol of that room knows it."""
         prefill, decode = (self.mine, self.intro) if self.side == "prefill" else (self.intro, self.mine)
-        pools = tuple((pool.name, pool.layout) for pool in prefill.pools)
-        met = mapping.destinations(pools, prefill.place, decode.place, room)
+        met = mapping.destinations(mapping.sent(prefill.pools), prefill.place, decode.place, room)
         return Party(self.intro.instance, self.intro.place.rank, len(met), self.expired)
 
     def layers(self, room: int) -> frozenset[int]:
@@ -57,13 +56,13 @@ class Peer:
         turn = room % self.intro.place.tp_size
         if turn not in self._layers:
             shares = mapping.shares(self.intro.pools, self.mine.pools, self.intro.place, self.mine.place, turn)
-            pools = {pool.name: pool.layers for pool in self.intro.pools}
-            found = {pools[name][region] for name, share in shares.items() for region in share.local_region.tolist()}
+            sources, layers = {pool.name: pool.source for pool in self.mine.pools}, {pool.name: pool.layers for pool in self.intro.pools}
+            found = {layers[sources[name]][region] for name, share in shares.items() for region in share.local_region.tolist()}
             self._layers[turn] = frozenset(found)
         return self._layers[turn]
 
     def shares(self, room: int) -> Mapping[str, Share]:
-        """What this prefill rank writes to it of each pool's pages in that room."""
+        """What this prefill rank writes in that room to each of its pools."""
         turn = room % self.mine.place.tp_size
         if turn not in self._shares:
             self._shares[turn] = mapping.shares(self.mine.pools, self.intro.pools, self.mine.place, self.intro.place, turn)

@@ -147,12 +147,13 @@ class Plan:
 def plan(local: Layout, remote: Layout, pages: Mapping[str, tuple[Indices, Indices]], shares: Mapping[str, Share]) -> Plan:
     """What copies, pool by pool, this rank's share of the i-th local page to the i-th remote page in every region (T1).
 
-    ``pages`` are such as ``check`` lets pass; of a pool without a share nothing is copied.
+    ``pages`` are by the remote pool, and such as ``check`` lets pass; of a pool without a share nothing is copied.
     """
     work = []
     for name, (mine, theirs) in pages.items():
         if name in shares:
-            work.append((_place(local, name), _place(remote, name), shares[name], _runs(mine, theirs, shares[name].whole)))
+            there = _place(remote, name)
+            work.append((_place(local, there.geometry.source), there, shares[name], _runs(mine, theirs, shares[name].whole)))
     work.sort(key=lambda item: item[0].first_region)
     size = sum(len(share) * runs.count.size for _, _, share, runs in work)
     strided = any(not share.whole for _, _, share, _ in work)
@@ -166,12 +167,13 @@ def plan(local: Layout, remote: Layout, pages: Mapping[str, tuple[Indices, Indic
 
 
 def check(local: Layout, remote: Layout, pages: Mapping[str, tuple[Indices, Indices]]) -> None:
-    """Raise ``PageError`` unless ``pages`` maps pools to local and remote page indices, two int64 arrays of one shape ``(n,)``.
+    """Raise ``PageError`` unless ``pages`` maps remote pools to local and remote page indices, two int64 arrays of one shape ``(n,)``.
 
     Names pool, index and bound of indices that either side does not have, of a remote page named twice and of unequal numbers (T2).
     """
     for name, (mine, theirs) in pages.items():
-        _check_pair(_place(local, name), _place(remote, name), mine, theirs)
+        there = _place(remote, name)
+        _check_pair(_place(local, there.geometry.source), there, mine, theirs)
 
 
 def check_listed(remote: Layout, listed: Mapping[str, Indices]) -> None:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from kvcore.errors import PageError, shown
 from kvcore.hookspecs import Capabilities, Ticket, Transfer
 from kvcore.mapping import Share
 from kvcore.memory import Indices
@@ -82,12 +83,17 @@ def transfers(entry: Entry, local: Layout, peer: PeerView, capabilities: Capabil
     life = entry.room.life
     assert isinstance(life, Life)
     dest = next(dest for dest in life.dests if life.pair(dest) == entry.pair)
-    listed = {item.pool: np.frombuffer(item.pages, "<i4").astype(np.int64) for item in dest.pages}
+    listed = {item.into or item.pool: np.frombuffer(item.pages, "<i4").astype(np.int64) for item in dest.pages}
+    sources = {item.into or item.pool: item.pool for item in dest.pages}
     check_listed(peer.layout, listed)
     pages = {}
-    for pool, mine in entry.chunk.pages.items():
-        first = entry.chunk.offset[pool]
-        pages[pool] = mine, listed[pool][first : first + mine.size]
+    for pool, theirs in listed.items():
+        source = peer.layout.pools[pool].geometry.source
+        if source != sources[pool]:
+            raise PageError(f"pool {shown(pool)} takes pages of {shown(source)} and is listed for {shown(sources[pool])}")
+        if source in entry.chunk.pages:
+            mine, first = entry.chunk.pages[source], entry.chunk.offset[source]
+            pages[pool] = mine, theirs[first : first + mine.size]
     check(local, peer.layout, pages)
     return _transfers(entry, local, peer, capabilities, pages)
 
@@ -97,8 +103,9 @@ Pages = Mapping[str, tuple[Indices, Indices]]
 
 def _transfers(entry: Entry, local: Layout, peer: PeerView, capabilities: Capabilities, pages: Pages) -> Iterator[Transfer]:
     shares = peer.shares(entry.room.id.number)
+    here = {pool: local.pools[peer.layout.pools[pool].geometry.source] for pool in shares}
     if entry.chunk.layers is not None:
-        shares = {pool: share.of_layers(local.pools[pool].geometry.layers, entry.chunk.layers) for pool, share in shares.items()}
+        shares = {pool: share.of_layers(here[pool].geometry.layers, entry.chunk.layers) for pool, share in shares.items()}
         shares = {pool: share for pool, share in shares.items() if len(share)}
     for batch in _batches(shares, pages, capabilities):
         parts = list(split(plan(local, peer.layout, batch, shares), capabilities.max_descriptors, capabilities.max_bytes))
@@ -106,7 +113,8 @@ def _transfers(entry: Entry, local: Layout, peer: PeerView, capabilities: Capabi
         named = (
             capabilities.descriptors == "pages"
             and len(parts) == 1
-            and shares[pool].is_all(*(side.pools[pool].page_bytes.size for side in (local, peer.layout)))
+            and here[pool].geometry.name == pool
+            and shares[pool].is_all(*(side.page_bytes.size for side in (here[pool], peer.layout.pools[pool])))
         )
         for part in parts:
             each = part.descriptors()

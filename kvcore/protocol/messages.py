@@ -28,11 +28,13 @@ class RoomMessage(msgspec.Struct, frozen=True):
 
 
 class PoolPages(msgspec.Struct, frozen=True):
-    """A destination's pages in one pool: little-endian int32 indices, and how many prefix pages stand before them."""
+    """A destination's pages for one pool of the sender: little-endian int32 indices, how many prefix pages stand before them, and the
+    receiver's pool in which they lie ("": of the same name)."""
 
     pool: str
     pages: bytes
     prefix: Count = 0
+    into: str = ""
 
 
 class Join(RoomMessage, frozen=True, tag="join"):
