@@ -217,7 +217,11 @@ LEDGER = (
         "a ticket that ends while a part of it runs",
         tickets.parts_end_one_by_one,
         "T5 R1 R5",
-        ("ledger", "        if entry.running or entry.waiting or entry.unproven:", "        if entry.waiting or entry.unproven:"),
+        (
+            "ledger",
+            "        if entry.running or entry.waiting or entry.coming is not None or entry.unproven:",
+            "        if entry.waiting or entry.coming is not None or entry.unproven:",
+        ),
     ),
     _mutant(
         "a failed part that ends the others",
@@ -346,7 +350,7 @@ HANDLES = (
         "each chunk at the beginning of the destination",
         script.rooms_end_well,
         "T1 R6",
-        ("handles", "offset = {name: room.pages.get(name, 0) for name in chosen}", "offset = {name: 0 for name in chosen}"),
+        ("handles", "offset = {name: self._stand(name, layers) for name in chosen}", "offset = {name: 0 for name in chosen}"),
     ),
     _mutant(
         "a chunk after the last",
@@ -364,7 +368,7 @@ HANDLES = (
         "a ready event that is dropped",
         script.rooms_end_well,
         "T4 R6",
-        ("handles", "room.chunks.append(Chunk(chosen, offset, ready))", "room.chunks.append(Chunk(chosen, offset, None))"),
+        ("handles", "room.chunks.append(Chunk(chosen, offset, ready, layers))", "room.chunks.append(Chunk(chosen, offset, None, layers))"),
     ),
     _mutant(
         "a chunk after the end is kept",
