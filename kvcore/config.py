@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from kvcore import addresses
 from kvcore.errors import MOST_CAUSE, MOST_SHOWN, ConfigError, cause, one_line, shown
-from kvcore.layouts import MAX_RANKS, Place
+from kvcore.layouts import Place
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -146,8 +146,8 @@ class Limits(_Model):
         return self
 
 
-Count = Annotated[int, Field(ge=1, le=1024, strict=True)]
-Index = Annotated[int, Field(ge=0, lt=1024, strict=True)]
+Count = Annotated[int, Field(ge=1, strict=True)]
+Index = Annotated[int, Field(ge=0, strict=True)]
 
 
 class Topology(_Model):
@@ -162,8 +162,7 @@ class Topology(_Model):
 
     @model_validator(mode="after")
     def _is_a_place(self) -> Topology:
-        if self.place.total > MAX_RANKS:
-            raise ValueError(f"{self.place.total} ranks are more than {MAX_RANKS}")
+        Place(**self.model_dump())
         return self
 
     @property

@@ -11,17 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from kvcore import addresses, mapping
+from kvcore import addresses, gathering
 from kvcore.admin import admin_app
 from kvcore.backend import Backend
-from kvcore.bootstrap import Group, RankInfo
+from kvcore.bootstrap import RankInfo
 from kvcore.bootstrap_client import Directory, Registrar
 from kvcore.bootstrap_service import BootstrapService
 from kvcore.channel import Channel
 from kvcore.config import Config
-from kvcore.errors import MOST_CAUSE, ConfigError, one_line, shown
 from kvcore.hookspecs import Event
 from kvcore.http import HttpThread
+from kvcore.introduction import introduction
 from kvcore.ledger import Ledger
 from kvcore.logs import LimitsLog
 from kvcore.memory import Pool, Region, by_name
@@ -30,7 +30,7 @@ from kvcore.observers import Observers
 from kvcore.pairing import Peer
 from kvcore.peers import Peers
 from kvcore.planner import Layout
-from kvcore.process import instance_id, this_process
+from kvcore.process import instance_id
 from kvcore.protocol import events as ev
 from kvcore.protocol.messages import Destination
 from kvcore.room import Room, room_id
@@ -40,7 +40,7 @@ from kvcore.slow import SlowThread
 from kvcore.states import FailureCode, KVPoll, Reason, RoomId, RoomKey, Side
 from kvcore.stats import ManagerStats
 from kvcore.whereabouts import Announcer, Whereabouts
-from kvcore.wire import VERSION, Hello, Introduction, RegionInfo, RoomBody, checked
+from kvcore.wire import Introduction, RoomBody
 
 log = logging.getLogger("kvcore.core")
 
@@ -50,6 +50,7 @@ ENGINE_S = 20.0
 PRUNE_S = 1.0
 LAST_WORDS_S = 1.0
 """How long ``close`` waits for its last words to be acknowledged."""
+SIDES: tuple[Side, ...] = ("prefill", "decode")
 ROOM_STORES = (
     "rooms", "tickets", "last_words", "marks", "waiting_joins", "drain_records", "unrouted_aborts", "slots", "timers", "watchers",
     "searches", "ledger_tickets", "pending_clears", "backend_rooms",
@@ -82,41 +83,19 @@ class Core:
 
     def _start(self) -> None:
         config, limits = self.config, self.config.limits
-        delays: dict[str, float | None] = limits.model_dump()
-        self.table = RoomTable(delays | {"mark_s": 2 * limits.orphan_s}, self.rank, self)
+        self.table = RoomTable(limits.model_dump() | {"mark_s": 2 * limits.orphan_s}, self.rank, self)
         backend = self._backend = Backend(config.backend, config.backend_options)
+        me = introduction(config, self.instance, self.pools, backend.info)
         regions = [region for pool in self.pools.values() for region in pool.regions]
-        geometries = tuple(pool.geometry for pool in self.pools.values())
-        layout = Layout.of(geometries, regions)
-        for geometry in geometries:
-            if config.role != "decode" and geometry.source not in self.pools:
-                raise ConfigError(
-                    f"pool {geometry.name!r} pairs with {geometry.source!r}, which role {config.role!r} sends from; give it too"
-                )
-            try:
-                mapping.check_rank(geometry, config.topology.place)
-            except ValueError as error:
-                raise ConfigError(f"pool {geometry.name!r}: {error}; correct topology, layout or the tensors") from error
-        me = Introduction(
-            VERSION, self.instance, time.time_ns(), config.role, config.topology.place, backend.info.name,
-            backend.info.wire_version, geometries, tuple(RegionInfo.of(region) for region in regions), limits.liveness_s,
-            limits.ticket_s, limits.quarantine_s, limits.orphan_s, this_process(),
-        )  # fmt: skip
-        try:
-            checked(self.instance, "", Hello(0, me, b""))
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ConfigError(
-                f"pools and backend {shown(backend.info.name)} cannot be described to a peer ({one_line(error, MOST_CAUSE)}); correct them"
-            ) from error
         self.observers = Observers(backend.plugins)
         self._undo.append(lambda: self.observers.stop(STOP_S))
         self._slow = SlowThread("kvcore-slow")
         self._undo.append(lambda: self._slow.stop(STOP_S))
-        self._slow.run(lambda: backend.open(config, self.instance, geometries, regions)).result()
+        self._slow.run(lambda: backend.open(config, self.instance, me.pools, regions)).result()
         self._undo.append(lambda: self._close_backend(regions))
         self._peers = Peers(me, limits.send_s, backend.hooks, backend.info.capabilities, self)
         self._ledger = Ledger(
-            backend.hooks, backend.info.capabilities, layout, limits.ticket_s, self._metrics,
+            backend.hooks, backend.info.capabilities, Layout.of(me.pools, regions), limits.ticket_s, self._metrics,
             lambda instance: self._peers.peer("prefill", instance), self._ticket_ended, self._path_broken, lambda: self.table.receiving > 0,
             rank=self.rank,
         )  # fmt: skip
@@ -140,8 +119,7 @@ class Core:
         self.admin_address = ""
         if config.admin is not None:
             admin = addresses.parse(config.admin, "admin", any_port=True)
-            port = self._http.serve(admin_app(self), admin.host, admin.port, "admin")
-            self.admin_address = str(addresses.Address(admin.host, port))
+            self.admin_address = str(addresses.Address(admin.host, self._http.serve(admin_app(self), admin.host, admin.port, "admin")))
         self.address = str(addresses.Address(published, self.channel.port))
         if config.role == "decode":
             return
@@ -149,16 +127,15 @@ class Core:
         if config.bootstrap is None:
             self._service = BootstrapService(me.place.total)
             port = self._http.serve(self._service.app(), host, config.bootstrap_port, "bootstrap_port")
-            self.address = str(addresses.Address(published, port))
-        else:
-            self.address = str(addresses.parse(config.bootstrap, "bootstrap"))
-        registrar = Registrar(self._http, addresses.parse(self.address, "bootstrap"), info)
-        self._undo.append(registrar.stop)
-        registrar.start()
+        leader = addresses.Address(published, port) if config.bootstrap is None else addresses.parse(config.bootstrap, "bootstrap")
+        self.address = str(leader)
+        tellers: list[Registrar | Announcer] = [Registrar(self._http, leader, info)]
         if me.place.dp_size > 1 and me.place.rank == 0:
-            self._announcer = Announcer(self._http, addresses.parse(self.address, "bootstrap"), me.place.dp_rank, self.table.waiting)
-            self._undo.append(self._announcer.stop)
-            self._announcer.start()
+            self._announcer = Announcer(self._http, leader, me.place.dp_rank, self.table.waiting)
+            tellers.append(self._announcer)
+        for teller in tellers:
+            self._undo.append(teller.stop)
+            teller.start()
 
     # --- for people
 
@@ -211,9 +188,8 @@ class Core:
 
     def story(self, room: int, attempt: int) -> str:
         """What is known here of a room, on every side that this instance has."""
-        sides: tuple[Side, ...] = ("prefill", "decode")
         name = room_id(room, attempt)
-        return "".join(self.table.explain(side, name) for side in sides if self.config.role in (side, "both"))
+        return "".join(self.table.explain(side, name) for side in SIDES if self.config.role in (side, "both"))
 
     # --- what the table reaches (``rooms.Outside``); called under its lock
 
@@ -228,40 +204,19 @@ class Core:
     def seek(self, room: Room) -> None:
         """Find a receiver's sender ranks."""
         search = Search(
-            room.group.address,
-            room.id,
-            room.group.dp_rank,
-            lambda group, dp_rank: self._expected(room, group, dp_rank),
-            lambda: self.table.seeks_route(room),
-            lambda peers: self._found(room, peers),
-            lambda code, text: self._fail(room, code, text),
-        )
+            room.group.address, room.id, room.group.dp_rank,
+            lambda group, dp_rank: gathering.expected(self._peers.me, group, dp_rank, room.id.number),
+            lambda: self.table.seeks_route(room), lambda peers: self._found(room, peers), lambda code, text: self._fail(room, code, text),
+        )  # fmt: skip
         self.channel.call(lambda: self.routes.find(search))
-
-    def _expected(self, room: Room, group: Group, dp_rank: int) -> tuple[RankInfo, ...]:
-        """The ranks of a prefill group that have to do with this one in that room."""
-        sizes = group.ranks[0].place
-        if dp_rank >= sizes.dp_size:
-            raise ValueError(f"dp_rank is {dp_rank} and it has {sizes.dp_size} data-parallel ranks; name the one that serves the room")
-        ranks = group.of(dp_rank)
-        pools = mapping.sent(pool.geometry for pool in self.pools.values())
-        return tuple(ranks[rank] for rank in mapping.sources(pools, sizes, self.config.topology.place, room.id.number))
 
     def _found(self, room: Room, peers: list[Peer]) -> None:
         """A receiver's sender ranks are known and paired."""
-        missing = mapping.uncovered([pool.geometry for pool in self.pools.values()], [peer.intro.pools for peer in peers])
-        room.layer_sources = self._writers(room, peers)
-        self.table.apply("decode", room.id, ev.Route(room.key.generation, tuple(peer.party(room.id.number) for peer in peers)))
-        if missing is not None:
-            self._fail(room, FailureCode.INCOMPATIBLE, f"{missing}; give the prefill stages all layers")
-
-    def _writers(self, room: Room, peers: list[Peer]) -> Mapping[int, frozenset[str]]:
-        """The instances that write each layer of a room here."""
-        writers: dict[int, set[str]] = {}
-        for peer in peers:
-            for layer in peer.layers(room.id.number):
-                writers.setdefault(layer, set()).add(peer.instance)
-        return {layer: frozenset(names) for layer, names in writers.items()}
+        number, incomplete = room.id.number, gathering.why_incomplete(self._peers.me, peers)
+        room.layer_sources = gathering.writers(peers, number)
+        self.table.apply("decode", room.id, ev.Route(room.key.generation, tuple(peer.party(number) for peer in peers)))
+        if incomplete is not None:
+            self._fail(room, FailureCode.INCOMPATIBLE, incomplete)
 
     def _fail(self, room: Room, code: FailureCode, text: str) -> None:
         self.table.apply(room.key.side, room.id, ev.Fail(room.key.generation, Reason.of(code, text, room.key.side, self.rank)))
@@ -324,8 +279,7 @@ class Core:
     def lost(self, instance: str, text: str, replaced: bool) -> None:
         """A peer was lost, or replaced by one that does not know this instance."""
         self.routes.lost(instance)
-        sides: tuple[Side, ...] = ("prefill", "decode")
-        for side in sides:
+        for side in SIDES:
             self.table.apply_all(ev.Lost(instance, Reason.of(FailureCode.PEER_LOST, text, side, self.rank), replaced), side)
 
     def fenced(self, instance: str, side: Side) -> None:

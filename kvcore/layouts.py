@@ -56,6 +56,8 @@ class Place(msgspec.Struct, frozen=True):
             rank, size = getattr(self, f"{axis}_rank"), getattr(self, f"{axis}_size")
             if not 0 <= rank < size:
                 raise ValueError(f"{axis}_rank {rank} is not in 0 .. {size - 1}")
+        if self.total > MAX_RANKS:
+            raise ValueError(f"{self.total} ranks are more than {MAX_RANKS}")
 
     @property
     def size(self) -> int:
@@ -89,6 +91,11 @@ def heads_of(heads: Heads, size: int, rank: int) -> range:
         raise ValueError(f"{heads.total} heads cannot be shared out over tp {size}; one must divide the other")
     first = rank * heads.total // size
     return range(first, first + max(1, heads.total // size))
+
+
+def holders_of(heads: Heads, size: int, head: int) -> range:
+    """The ranks of a tensor-parallel group of ``size`` that hold a head: the other direction of ``heads_of``."""
+    return range(head * size // heads.total, max(head * size // heads.total + 1, (head + 1) * size // heads.total))
 
 
 OPAQUE = Opaque()

@@ -31,8 +31,7 @@ SPIN_S = 0.0002
 SHORTEST_WAIT_S = 0.00005
 LONGEST_WAIT_S = 0.02
 LAST_RETRY_S = 0.1
-LANE_PARTS = 2
-"""Parts of a ticket that a lane has at once, so that it never waits for the next."""
+LANE_PARTS = 2  # of a ticket at once, so that a lane never waits for the next
 
 
 class Ledger:
@@ -198,33 +197,39 @@ class Ledger:
 
     def _post(self, entry: Entry, now: float) -> bool:
         """Hand the engine what may be read now; True if something was."""
-        if entry.coming is None and not entry.waiting:
-            return False
         posted = False
-        while self._has_room(entry) and self._may_start(entry, now) and (part := self._next_part(entry, now)) is not None:
+        while (part := self._next_part(entry, now)) is not None:
             self._submit(entry, part)
             posted = True
         return posted
 
-    def _has_room(self, entry: Entry) -> bool:
-        """Whether another part may be made: in a lane one waits while one runs."""
-        return not self._capabilities.blocking or len(entry.running) < LANE_PARTS
-
     def _next_part(self, entry: Entry, now: float) -> Part | None:
-        if not entry.planned and not self._plan(entry):
+        """What can be posted next, of a chunk whose pages are filled (T4). In a lane one part waits while one runs."""
+        if (self._capabilities.blocking and len(entry.running) >= LANE_PARTS) or not self._may_start(entry, now):
             return None
         if entry.waiting:
             return entry.waiting.popleft() if entry.waiting[0].not_before <= now else None
+        if entry.coming is None:
+            return None
         try:
-            transfer = next(entry.coming, None) if entry.coming is not None else None
+            if not entry.planned:
+                peer = self._peer(entry.pair.peer)
+                if peer is None or (entry.chunk.ready is not None and not entry.chunk.ready.query()):
+                    return None
+                entry.coming, entry.planned = transfers(entry, self._local, peer, self._capabilities), True
+            transfer = next(entry.coming, None)
+        except KVCoreError as error:
+            self._fail(entry, FailureCode.BAD_PAGES, str(error))
+            return None
         except BaseException as error:
-            self._cannot_plan(entry, error)
+            log.error("room %s: chunk %d cannot be planned", entry.room.id, entry.number, exc_info=error)
+            self._fail(entry, FailureCode.INTERNAL, f"chunk {entry.number}: {cause(error)}")
             return None
-        if transfer is None:
-            entry.coming = None
-            self._settle(entry)
-            return None
-        return Part(transfer)
+        if transfer is not None:
+            return Part(transfer)
+        entry.coming = None
+        self._settle(entry)
+        return None
 
     def _may_start(self, entry: Entry, now: float) -> bool:
         """A5, also when the order to cancel has not been taken yet, and R7. From any thread."""
@@ -232,28 +237,6 @@ class Ledger:
             return False
         peer = self._peer(entry.pair.peer)
         return peer is not None and peer.heard_lately(now)
-
-    def _plan(self, entry: Entry) -> bool:
-        """Turn a chunk into parts, once its pages are filled (T4)."""
-        peer = self._peer(entry.pair.peer)
-        if peer is None:
-            return False
-        try:
-            if entry.chunk.ready is not None and not entry.chunk.ready.query():
-                return False
-            entry.coming = transfers(entry, self._local, peer, self._capabilities)
-        except KVCoreError as error:
-            self._fail(entry, FailureCode.BAD_PAGES, str(error))
-            return False
-        except BaseException as error:
-            self._cannot_plan(entry, error)
-            return False
-        entry.planned = True
-        return True
-
-    def _cannot_plan(self, entry: Entry, error: BaseException) -> None:
-        log.error("room %s: chunk %d cannot be planned", entry.room.id, entry.number, exc_info=error)
-        self._fail(entry, FailureCode.INTERNAL, f"chunk {entry.number}: {cause(error)}")
 
     def _submit(self, entry: Entry, part: Part) -> None:
         entry.running.append(part)
@@ -397,13 +380,12 @@ class Ledger:
         self._forgotten += 1
 
     def _drop(self, chosen: Callable[[Entry], bool]) -> None:
-        now = self._clock()
         running: list[Part] = []
         for name, entry in [item for item in self._entries.items() if chosen(item[1])]:
             del self._entries[name]
             self._withdraw(entry)
             for part in entry.running:
-                self._stop_clock(entry, part, now)
+                self._stop_clock(entry, part, self._clock())
             running += entry.running
             entry.running = []
         self._write_off(running)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import shown
-from kvcore.layouts import Heads, Opaque, PageLayout, Place, SideRecord, heads_of
+from kvcore.layouts import Heads, Opaque, PageLayout, Place, SideRecord, heads_of, holders_of
 from kvcore.memory import PoolGeometry
 
 U64 = npt.NDArray[np.uint64]
@@ -177,10 +177,10 @@ def _writers(layout: PageLayout, prefill: int, decode: int, turn: int) -> tuple[
 
 def _head_writers(layout: Heads, prefill: int, decode: int, rank: int, turn: int) -> Iterator[tuple[int, range]]:
     """The writers of one decode rank's heads, each with a run of them. Of ranks that hold the same head each serves as many."""
+    heads_of(layout, prefill, 0)  # or they cannot be shared out
     run: tuple[int, range] | None = None
     for head in heads_of(layout, decode, rank):
-        holders = [other for other in range(prefill) if head in heads_of(layout, prefill, other)]
-        alike = [other for other in range(decode) if head in heads_of(layout, decode, other)]
+        holders, alike = holders_of(layout, prefill, head), holders_of(layout, decode, head)
         writer = holders[(alike.index(rank) * len(holders) // len(alike) + turn) % len(holders)]
         if run is not None and run[0] == writer:
             run = writer, range(run[1].start, head + 1)

@@ -38,6 +38,7 @@ class Peer:
     expired: int = 0
     excused: float = 0.0
     pinged: float = 0.0
+    _met: dict[int, int] = field(default_factory=dict)
     _shares: dict[int, Mapping[str, Share]] = field(default_factory=dict)
     _layers: dict[int, frozenset[int]] = field(default_factory=dict)
 
@@ -48,8 +49,10 @@ class Peer:
     def party(self, room: int) -> Party:
         """The peer as the protocol of that room knows it."""
         prefill, decode = (self.mine, self.intro) if self.side == "prefill" else (self.intro, self.mine)
-        met = mapping.destinations(mapping.sent(prefill.pools), prefill.place, decode.place, room)
-        return Party(self.intro.instance, self.intro.place.rank, len(met), self.expired)
+        turn = room % prefill.place.tp_size
+        if turn not in self._met:
+            self._met[turn] = len(mapping.destinations(mapping.sent(prefill.pools), prefill.place, decode.place, turn))
+        return Party(self.intro.instance, self.intro.place.rank, self._met[turn], self.expired)
 
     def layers(self, room: int) -> frozenset[int]:
         """Layers that this prefill rank, seen from decode, writes here in that room."""

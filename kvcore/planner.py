@@ -176,10 +176,14 @@ def check(local: Layout, remote: Layout, pages: Mapping[str, tuple[Indices, Indi
         _check_pair(_place(local, there.geometry.source), there, mine, theirs)
 
 
-def check_listed(remote: Layout, listed: Mapping[str, Indices]) -> None:
-    """Raise ``PageError`` unless all that a destination lists, for whatever chunk, are pages of the peer's pools, each once (T1, T2)."""
-    for name, pages in listed.items():
-        num_pages = _place(remote, name).geometry.num_pages
+def check_listed(remote: Layout, listed: Mapping[str, tuple[str, Indices]]) -> None:
+    """Raise ``PageError`` unless all that a destination lists, for whatever chunk, are pages of the peer's pools, each once, and listed
+    for the pool whose pages these take (T1, T2)."""
+    for name, (source, pages) in listed.items():
+        geometry = _place(remote, name).geometry
+        if geometry.source != source:
+            raise PageError(f"pool {shown(name)} takes pages of {shown(geometry.source)} and is listed for {shown(source)}; list another")
+        num_pages = geometry.num_pages
         check_pages(name, pages, num_pages)
         check_distinct(name, pages, num_pages)
 

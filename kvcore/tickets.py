@@ -10,7 +10,6 @@ from typing import Protocol
 
 import numpy as np
 
-from kvcore.errors import PageError, shown
 from kvcore.hookspecs import Capabilities, Ticket, Transfer
 from kvcore.mapping import Share
 from kvcore.memory import Indices
@@ -83,14 +82,10 @@ def transfers(entry: Entry, local: Layout, peer: PeerView, capabilities: Capabil
     life = entry.room.life
     assert isinstance(life, Life)
     dest = next(dest for dest in life.dests if life.pair(dest) == entry.pair)
-    listed = {item.into or item.pool: np.frombuffer(item.pages, "<i4").astype(np.int64) for item in dest.pages}
-    sources = {item.into or item.pool: item.pool for item in dest.pages}
+    listed = {item.into or item.pool: (item.pool, np.frombuffer(item.pages, "<i4").astype(np.int64)) for item in dest.pages}
     check_listed(peer.layout, listed)
     pages = {}
-    for pool, theirs in listed.items():
-        source = peer.layout.pools[pool].geometry.source
-        if source != sources[pool]:
-            raise PageError(f"pool {shown(pool)} takes pages of {shown(source)} and is listed for {shown(sources[pool])}")
+    for pool, (source, theirs) in listed.items():
         if source in entry.chunk.pages:
             mine, first = entry.chunk.pages[source], entry.chunk.offset[source]
             pages[pool] = mine, theirs[first : first + mine.size]

@@ -45,8 +45,9 @@ from kvcore.faults import FaultPlan
 from kvcore.hookspecs import API_VERSION, BackendInfo, Capabilities
 from kvcore.http import HttpThread
 from kvcore.installed import InstalledBackend
+from kvcore.layouts import Heads
 from kvcore.memory import PoolGeometry, check_distinct
-from kvcore.planner import Descriptors, Layout, Plan, check, split
+from kvcore.planner import Descriptors, Layout, Plan, check, check_listed, split
 from kvcore.states import FailureCode, Reason, RoomId
 from tests.fake_backends import BadStartBackend, MemoryBackend, install
 from tests.helpers import Duo, config, duo, memory, number
@@ -277,6 +278,26 @@ def paged(**options: Any) -> Any:
     return PagedKV(options.pop("model", model), **{"num_pages": 4, "page_size": 4, **options})
 
 
+def send_layers_apart(t: Tools) -> None:
+    sender = t.sender()
+    sender.send([1], layers=range(1))
+    sender.send([2])
+
+
+def with_host() -> KVManager:
+    return KVManager(config("both"), [pool_of_arrays(), Pool.from_tensors("host", memory(4), page_size=16, pairs_with="kv")])
+
+
+def send_from_host(t: Tools) -> None:
+    with with_host() as manager, manager.sender(1) as sender:
+        sender.send({"host": [1]})
+
+
+def receive_twofold(t: Tools) -> None:
+    with with_host() as manager, manager.receiver(1, "127.0.0.1:9") as receiver:
+        receiver.receive({"kv": [1], "host": [2]})
+
+
 def sliding() -> Any:
     from transformers import MistralConfig
 
@@ -454,6 +475,7 @@ CASES = [
     Case("address of another host", lambda t: t.start("decode", admin="192.0.2.1:0"), ConfigError, ("admin", "192.0.2.1"), OSError),
     Case("name that is not resolved", unresolved, ConfigError, ("admin", "nowhere:80"), socket.gaierror),
     Case("rank outside its group", lambda t: RankInfo(3, 2, "a:80", "i", 1, "local"), ConfigError, ("rank 3", "0 .. 1")),
+    Case("rank at another place", lambda t: RankInfo(1, 2, "a:80", "i", 1, "local"), ConfigError, ("rank 1 of 2", "0 of 1")),
     Case("rank at a wildcard", lambda t: RankInfo(0, 1, "0.0.0.0:80", "i", 1, "local"), ConfigError, ("control", "0.0.0.0:80")),
     Case("group of no rank", lambda t: RankTable(0), ConfigError, ("0", "1024")),
     Case("registration that is refused", lambda t: registered(t, t.pair.prefill.address, running_http(t)), ConfigError,
@@ -491,6 +513,11 @@ CASES = [
     Case("fault that a hook cannot have", lambda t: FaultPlan().fail(hook="kvcore_open"), ConfigError, ("'kvcore_open'",)),
     Case("pools not named", lambda t: t.both.sender(number()).send([1]), PageError, ("'aux'", "'kv'", "room ")),
     Case("pool that is none, sent", lambda t: t.sender().send({"kw": [1]}), PageError, ("'kw'", "'kv'", "room ")),
+    Case("layers that are no range", lambda t: t.sender().send([1], layers=[0]), PageError, ("room ", "[0]", "range")),  # type: ignore[arg-type]
+    Case("layer that is none", lambda t: t.sender().send([1], layers=range(7, 8)), PageError, ("room ", "range(7, 8)", "(0, 1)")),
+    Case("layers that stand apart", send_layers_apart, PageError, ("room ", "[0, 1]")),
+    Case("pool that only receives, sent", send_from_host, PageError, ("room ", "'host'", "'kv'")),
+    Case("two pools for one", receive_twofold, PageError, ("room ", "'host'", "'kv'")),
     Case("record before the end", lambda t: t.sender().send([1], record=b"x"), PageError, ("room ", "record")),
     Case("ready that cannot be asked", lambda t: t.sender().send([1], ready=5), PageError, ("room ", "int")),  # type: ignore[arg-type]
     Case("chunk after the last", send_after_last, PageError, ("room ", "last chunk")),
@@ -503,11 +530,20 @@ CASES = [
     Case("side of another manager", lambda t: t.pair.decode.sender(number()), RoomError, ("room ", "'decode'", "prefill")),
     Case("room at a closed manager", closed, RoomError, ("room 1", "closing")),
     Case("room that is live", open_twice, RoomError, ("room ", "prefill", "live")),
-    Case("rank that does not exist", lambda t: t.pair.decode.receiver(1, "a:1", dp_rank=3), RoomError, ("room 1", "dp_rank", "3")),
+    Case("rank that does not exist", lambda t: t.pair.decode.receiver(1, "a:1", dp_rank=-1), RoomError, ("room 1", "dp_rank", "-1")),
     Case("side that is none", lambda t: t.both.rooms("left"), RoomError, ("'left'", "'prefill'")),  # type: ignore[arg-type]
     Case("side not said", lambda t: t.both.rooms(), RoomError, ("both sides",)),
     Case("room that is no number", lambda t: t.pair.prefill.sender("7"), RoomError, ("room '7'", "0 .. 2**63-1")),  # type: ignore[arg-type]
     Case("attempt out of range", lambda t: t.pair.prefill.sender(7, -1), RoomError, ("attempt -1", "0 .. 2**31-1")),
+    Case("layers not named one by one", lambda t: tensors(np.zeros((4, 8)), layers=[0, 1]), ConfigError, ("'kv'", "2 layers", "1 tensors")),
+    Case("layout that is none", lambda t: pool(layout="heads"), ConfigError, ("'kv'", "'heads'", "kvcore.Heads")),
+    Case("pool paired with itself", lambda t: pool(pairs_with="kv"), ConfigError, ("'kv'", "pairs_with")),
+    Case("pools paired in a chain", lambda t: t.start("decode", [pool(name=name, pairs_with=of) for name, of in ("ba", "cb")]), ConfigError,
+         ("'b'", "'c'")),
+    Case("pool paired with none", lambda t: t.start("prefill", [pool(pairs_with="a")]), ConfigError, ("'kv'", "'a'", "'prefill'")),
+    Case("heads not shared out evenly", lambda t: t.start(pools=[pool(layout=Heads(3, 1))]), ConfigError, ("'kv'", "region 0", "3 heads"),
+         ValueError),
+    Case("heads that no ranks share out", lambda t: paged(tp_size=3), ConfigError, ("'kv'", "2 heads", "tp 3"), ValueError),
     Case("too many pages", lambda t: pool([Region(4096, 2**31)], 2**31), ConfigError, ("'kv'", str(2**31))),
     Case("dtype that is no text", lambda t: pool(dtype=5), ConfigError, ("'kv'", "5")),
     Case("pool without a region", lambda t: pool([]), ConfigError, ("'kv'", "0 regions")),
@@ -541,7 +577,7 @@ CASES = [
     Case("observer of another argument", lambda t: t.pair.prefill.add_observer(WrongArgument()), ConfigError, ("WrongArgument", "evnt"),
          Exception),
     Case("pool that is none, planned", lambda t: planned([1], [1], "kw"), PageError, ("'kw'", "'kv'")),
-    Case("pools that are unlike", lambda t: planned([1], [1], remote=geometry(page_size=32)), IncompatiblePeerError, ("'kv'", "16", "32")),
+    Case("pool listed for another", lambda t: check_listed(layout(), {"kv": ("aux", np.array([1]))}), PageError, ("'kv'", "'aux'")),
     Case("pages of another type", lambda t: planned([1.0], [1]), PageError, ("'kv'", "float64", "int64")),
     Case("lists of unlike length", lambda t: planned([1, 2], [1]), PageError, ("'kv'", "2 local", "1 remote")),
     Case("regions not listed", lambda t: Layout.of([geometry()], []), IncompatiblePeerError, ("0 regions", "1")),

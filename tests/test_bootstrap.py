@@ -251,7 +251,7 @@ def test_c61_a_rank_restarted_with_a_slow_clock_waits_until_its_old_instance_has
     assert register(address, rank_info(instance="old", order=2)) == 200
     Registrar(thread, address, rank_info(instance="new", order=1), limit_s=LIMIT_S).start()
     assert ask(address, "GET", "/v1/ranks/0")[1]["instance"] == "new"
-    assert service.sizes() == {"bootstrap_ranks": 1}
+    assert service.sizes() == {"bootstrap_ranks": 1, "bootstrap_rooms": 0}
 
 
 # --- who holds a rank

@@ -89,8 +89,8 @@ def test_a_transfer_error_survives_pickling_and_copying(again: KVTransferError) 
 
 # --- every text: what happened, to what, what to do next, in one line
 
-STEPS = "add|allocate|answer|build|check|choose|clear|close|correct|declare|encode|free|give|leave|let|list|make|mark|open|pass|"
-STEPS += "publish|put|raise|reinstall|rename|report|run|say|see|set|shorten|split|start|take|try|uninstall|unset|upgrade|use|write"
+STEPS = "add|allocate|answer|build|check|choose|clear|close|correct|declare|encode|free|give|leave|let|list|make|mark|name|open|pass|"
+STEPS += "publish|put|raise|reinstall|rename|report|run|say|see|send|set|shorten|split|start|take|try|uninstall|unset|upgrade|use|write"
 NEXT_STEP = re.compile(rf"[;,] [^;]*\b({STEPS})\b|\b(must|should) be\b|; .*\bmust\b|usual causes: |pip install |try: kvcore")
 """A clause that tells a person to do something, or says what is allowed."""
 

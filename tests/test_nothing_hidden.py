@@ -74,6 +74,7 @@ PARTS = {
     f"{TABLE}._records[]": "a lifetime's chunks, state and history, which has 32 entries at most",
     f"{CORE}._ledger._entries[]": "a ticket's parts",
     f"{CORE}._peers.pairings[]": "what a peer said of its pools",
+    f"{CORE}.routes._searches[]": "the ranks that a search expects, and those that are paired",
     f"{CORE}._directory._groups[]": "the ranks of a group",
     f"{CORE}._directory._questions[]": "who waits for an answer, each a lookup as well",
 }

@@ -591,7 +591,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "page_size": ({"pools": [PoolSpec(page_size=32), AUX]}, "page_size is 16 here and 32 there"),
     "dtype": ({"pools": [PoolSpec(dtype="uint16"), AUX]}, "dtype is 'uint8' here and 'uint16' there"),
     "layers": ({"pools": [PoolSpec(layers=4), AUX]}, r"layers is \(0, 1, 2\) here and \(0, 1, 2, 3\) there"),
-    "page_bytes": ({"pools": [PoolSpec(page_bytes=512), AUX]}, r"page_bytes is \(256, 256, 256\) here and \(512, 512, 512\) there"),
+    "page_bytes": ({"pools": [PoolSpec(page_bytes=512), AUX]}, r"page_bytes of layer 0 is 256 here and 512 there"),
     "pools": ({"pools": [KV]}, r"pools \['aux', 'kv'\] here and \['kv'\] there"),
     "wire_version": ({"pretend": {"wire_version": "7"}}, "wire version 1 here and 7 there"),
     "protocol": ({"pretend": {"major": 2}}, r"control protocol 1\.0 here and 2\.0 there"),

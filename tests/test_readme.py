@@ -14,6 +14,7 @@ from textwrap import dedent
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
 from kvcore_conformance.stage.driver import free_port
@@ -104,6 +105,11 @@ def test_the_code_about_rooms() -> None:
         names["sender"].send([1], last=True)
         names["receiver"].receive([2])
         ended(names["receiver"], kvcore.KVPoll.SUCCESS)
+
+
+def test_the_code_about_ranks() -> None:
+    names = play("ranks.md", tensors=[np.zeros((4, 16, 2, 128), np.uint8) for _ in range(31)])
+    assert names["config"].topology.place.number == 1 and names["pool"].layers == tuple(range(31))
 
 
 def test_the_code_about_failures(capsys: pytest.CaptureFixture[str]) -> None:

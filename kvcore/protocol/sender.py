@@ -180,8 +180,9 @@ class _Turn(Turn):
                 self.set_life(replace(life, n_dest=life.n_dest or party.size))
             if bound is None or life.pair(bound) == pair:
                 self.fail(message.reason or Reason(FailureCode.ABORTED, "aborted by peer", "decode", party.rank), told=pair)
-        if self.state.life is not None and self.state.life.generation == pair.sg and self.state.life.state is KVPoll.SUCCESS:
-            self.relay(self.state.life, message.reason, pair)
+        ended = self.state.life
+        if ended is not None and ended.state is KVPoll.SUCCESS and pair in map(ended.pair, ended.dests):
+            self.relay(ended, message.reason, pair)
         self.answer_drained(pair, party)
 
     def on_unnamed_abort(self, message: Abort, party: Party) -> None:

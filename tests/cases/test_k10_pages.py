@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kvcore
-from kvcore import FailureCode, Handle, KVManager, KVPoll, PageError, Pool, Region, core
+from kvcore import FailureCode, Handle, KVManager, KVPoll, PageError, Pool, Region, introduction
 from kvcore.faults import ControlTap
 from kvcore.hookspecs import DONE, Capabilities, Transfer
 from kvcore.wire import Letter, Refuse
@@ -194,7 +194,7 @@ UNLIKE: dict[str, tuple[dict[str, Any], str, str]] = {
     "dtype of one size": ({"dtype": np.int8}, "'uint8'", "'int8'"),
     "more layers": ({"layers": 3}, "(0, 1)", "(0, 1, 2)"),
     "fewer layers": ({"layers": 1}, "(0, 1)", "(0,)"),
-    "bytes per page": ({"page_bytes": 128}, "(64, 64)", "(128, 128)"),
+    "bytes per page": ({"page_bytes": 128}, "64", "128"),
     "parts": ({"part": "k"}, "('', '')", "('k', 'k')"),
     "other pool": ({"names": ["latent"]}, "['kv']", "['latent']"),
     "one pool more": ({"names": ["kv", "aux"]}, "['kv']", "['aux', 'kv']"),
@@ -311,7 +311,7 @@ def test_c87_another_major_version(backend: str, speaker: str, monkeypatch: pyte
             role: stack.enter_context(manager(role, arrays, backend=backend)) for role, arrays in (("prefill", source), ("decode", target))
         }
         with monkeypatch.context() as patch:
-            patch.setattr(core, "VERSION", (2, 3))
+            patch.setattr(introduction, "VERSION", (2, 3))
             odd = stack.enter_context(manager(speaker, memory(8), backend=backend))
         tap = stack.enter_context(dialect(odd, of_major_2))
         prefill, decode = (odd, usual["decode"]) if speaker == "prefill" else (usual["prefill"], odd)

@@ -258,10 +258,12 @@ def wrong_bodies(good: dict[str, Any]) -> Iterator[bytes]:
     text = json.dumps(good).encode()
     yield from (b"", b"{", b"null", b"[]", b'"text"', b"\xff\xfe", b"[" * 50_000, b" " * 70_000, text[:-1], text + b"}", pickle.dumps(good))
     yield from (chance.randbytes(length) for length in (1, 10, 100, 1000, 60_000))
-    for name in good:
+    for name in good.keys() - {"place"}:
         yield json.dumps({key: value for key, value in good.items() if key != name}).encode()
         for value in (None, True, -1, 1.5, [], {}, "", "a\nb", 2**64, "x" * 400):
             yield json.dumps({**good, name: value}).encode()
+    for place in (None, 1, [], {"tp_size": 2}, {"tp_size": 0}, {"tp_size": 2**31}, {"tp_rank": 1}, {"pp_rank": -1}, {"dp_size": "1"}):
+        yield json.dumps({**good, "place": place}).encode()
     yield from (json.dumps({**good, "rank": rank}).encode() for rank in (1, 2, 1024, 10**9, "0"))
 
 

@@ -275,7 +275,7 @@ LEDGER = (
         "pages read before they are filled",
         script.rooms_end_well,
         "T4 R6",
-        ("ledger", "if entry.chunk.ready is not None and not entry.chunk.ready.query():", "if entry.chunk.ready is not None and entry.chunk.ready.query() is None:"),
+        ("ledger", "if peer is None or (entry.chunk.ready is not None and not entry.chunk.ready.query()):", "if peer is None or (entry.chunk.ready is not None and entry.chunk.ready.query() is None):"),
     ),
     _mutant(
         "a cancel of every room's tickets",

@@ -29,6 +29,7 @@ CHUNKS = ((True, False), (True, False), (False, True))
 ONE = Scope("one lifetime a side, every fault and limit")
 RESTART = plain("one lifetime a side, restart of either", restart=True)
 LOST = Scope("one lifetime a side, a peer given up though it lives", lost=True, limits=False, expiry=False)
+LAYERS = Scope("two chunks of a layer, and an empty one", chunks=CHUNKS, layered=True, limits=False, expiry=False)
 TWO = plain("two lifetimes a side, clear", requests=2, abort=False)
 TWO_ABORT = plain("two lifetimes a side, abort and clear", requests=2)
 TWO_REJECT = plain("two lifetimes a side, abort, clear and reject", requests=2, reject=True)
@@ -36,6 +37,7 @@ TWO_ALL = Scope("two lifetimes a side, everything", requests=2, reject=True)
 TWO_RESTART = plain("two lifetimes a side, restart of either", requests=2, restart=True)
 SENDERS = plain("2 senders, 1 receiver, abort and clear", senders=2)
 RECEIVERS = plain("1 sender, 2 receivers, abort and clear", receivers=2)
+RELAYS = plain("2 senders, 2 receivers, no pages, clear", senders=2, receivers=2, chunks=((False, True),), abort=False)
 LINKS_2 = Scope("one lifetime a side, links of two that lose", links=2)
 
 COMPLETE = (
@@ -46,6 +48,7 @@ COMPLETE = (
     Plan(TWO, 35_000, complete=True),
     Plan(plain("two lifetimes a side, clear, in any order", requests=2, abort=False, any_order=True), 40_000, complete=True),
     Plan(Scope("two chunks with pages and an empty one", chunks=CHUNKS, limits=False, expiry=False), 20_000, complete=True),
+    Plan(LAYERS, 20_000, complete=True),
     Plan(plain("2 senders, 1 receiver, clear", senders=2, abort=False), 60_000, complete=True),
     Plan(plain("1 sender, 2 receivers, clear", receivers=2, abort=False), 45_000, complete=True),
     Plan(plain("no pages at all", chunks=((False, True),)), 1_000, complete=True),
@@ -67,6 +70,7 @@ BOUNDED = (
     Plan(Scope("2 senders, 1 receiver, everything", senders=2, reject=True, restart=True), 15_000),
     Plan(Scope("1 sender, 2 receivers, everything", receivers=2, reject=True, restart=True), 15_000),
     Plan(plain("2 senders, 2 receivers, clear", senders=2, receivers=2, abort=False), 10_000),
+    Plan(RELAYS, 60_000),
     Plan(plain("2 senders, 1 receiver, two lifetimes", senders=2, requests=2, abort=False), 10_000),
     Plan(plain("1 sender, 2 receivers, two lifetimes", receivers=2, requests=2, abort=False), 10_000),
 )

@@ -66,7 +66,8 @@ TO_RECEIVER = """\
 | Which | | Abort, - | Abort, - |
 | Drained | | - | - |
 | Drained(expired) | | - | - |
-| Relay | Abort, - | - | - |
+| Layers | - | - | - |
+| Relay | Abort | - | - |
 """
 
 TABLES = (SENDER, RECEIVER, TO_SENDER, TO_RECEIVER)

@@ -18,7 +18,7 @@ import pytest
 from kvcore.protocol import receiver, sender
 from tests.protocol.explore import Explorer, Result
 from tests.protocol.network import Arrival, Procs, SetNetwork
-from tests.protocol.scopes import BOUNDED, COMPLETE, LOST, ONE, RESTART, SLOW, Plan, plain
+from tests.protocol.scopes import BOUNDED, COMPLETE, LAYERS, LOST, ONE, RELAYS, RESTART, SLOW, Plan, plain
 from tests.protocol.steps import bits
 from tests.protocol.table import EXPECTED, TABLES, Entry
 from tests.protocol.world import Scope
@@ -66,7 +66,7 @@ def test_enough_is_explored() -> None:
 
 
 def test_every_handler_is_reached() -> None:
-    plans = [plan for plan in COMPLETE if plan.scope in (ONE, RESTART, LOST)]
+    plans = [plan for plan in COMPLETE + BOUNDED if plan.scope in (ONE, RESTART, LOST, LAYERS, RELAYS)]
     handled = set().union(*(explored(plan).handled for plan in plans))
     for side, module in (("S", sender), ("R", receiver)):
         wanted = {(side, kind.__name__) for kind in module._HANDLERS} | {(side, kind) for kind in module._TIMEOUTS}

@@ -37,6 +37,7 @@ class Scope:
     restart: bool = False  # one process dies and comes back empty
     lost: bool = False  # a peer is given up though it lives
     chunks: tuple[tuple[bool, bool], ...] = ((True, True),)  # (pages, last) of each send
+    layered: bool = False  # chunks are of one layer each, which is told apart
     extra_pages: int = 0  # how many pages the receivers list that nobody sends
     any_order: bool = False  # reuse outside C4's order
     check_addressee: bool = True  # a message addressed to another instance is dropped (P3)
@@ -164,7 +165,9 @@ class Model:
                 yield Action("abort", (ev.Fail(life.generation, reason(proc, f"abort of lifetime {life.generation}")),))
             if proc.side == "S" and proc.sent < len(scope.chunks):
                 pages, last = scope.chunks[proc.sent]
-                yield Action("send", (ev.Hand(life.generation, (("kv", life.chunks + 1, life.chunks + 1),) if pages else (), last),))
+                counts = (("kv", life.chunks + 1, life.chunks + 1),) if pages else ()
+                layer = (0,) if scope.layered and pages else ()
+                yield Action("send", (ev.Hand(life.generation, counts, last, b"", layer, layer),))
             if proc.side == "R" and life.pages is None:
                 yield Action("receive", (ev.Receive(life.generation, self.listed(life.generation)),))
         for timer in self.modules.facts(proc.side).timers(proc.state):
