@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import msgspec
 
-from kvcore import core, wire
+from kvcore import introduction, wire
+from kvcore.layouts import Place
 
 
 class Newer:
@@ -22,20 +23,21 @@ class Newer:
 
 
 @contextmanager
-def pretending(*, major: int, minor: int, **claims: str | float) -> Iterator[None]:
-    """Managers made in the block introduce themselves so: fields of ``Introduction``; versions of 0 and texts of "" stay as they are.
-    What one of another minor version says has fields that nobody here knows."""
-    version, introduce, encoder = wire.VERSION, core.__dict__["Introduction"], wire.__dict__["_encoder"]
+def pretending(*, major: int, minor: int, tp_size: int = 0, **claims: str | float) -> Iterator[None]:
+    """Managers made in the block introduce themselves so: fields of ``Introduction``, or as the first rank of several; versions of 0
+    and texts of "" stay as they are. What one of another minor version says has fields that nobody here knows."""
+    version, introduce, encoder = wire.VERSION, introduction.__dict__["Introduction"], wire.__dict__["_encoder"]
     claimed = (major or version[0], minor or version[1])
 
     def introduced(*args: object) -> wire.Introduction:
-        fields = {name: claim for name, claim in claims.items() if claim}
+        fields: dict[str, object] = {name: claim for name, claim in claims.items() if claim}
+        fields |= {"place": Place(tp_size)} if tp_size else {}
         found: wire.Introduction = msgspec.structs.replace(introduce(*args), version=claimed, **fields)
         return found
 
-    core.__dict__["Introduction"], wire.__dict__["VERSION"] = introduced, claimed
+    introduction.__dict__["Introduction"], wire.__dict__["VERSION"] = introduced, claimed
     wire.__dict__["_encoder"] = Newer() if minor else encoder
     try:
         yield
     finally:
-        core.__dict__["Introduction"], wire.__dict__["VERSION"], wire.__dict__["_encoder"] = introduce, version, encoder
+        introduction.__dict__["Introduction"], wire.__dict__["VERSION"], wire.__dict__["_encoder"] = introduce, version, encoder

@@ -135,7 +135,7 @@ class Worker:
         self._story.lines.clear()
         self._pretence.close()
 
-    def pretend(self, major: int = 0, minor: int = 0, wire_version: str = "", backend: str = "", **claims: float) -> None:
+    def pretend(self, major: int = 0, minor: int = 0, wire_version: str = "", backend: str = "", **claims: Any) -> None:
         """Tell peers so, from the next ``start`` on and until ``stop``, see ``pretending``."""
         self._pretence.enter_context(pretending(major=major, minor=minor, wire_version=wire_version, backend=backend, **claims))
 

@@ -43,7 +43,7 @@ def test_t3_unlike_pools_are_refused_with_both_values(pair: Pair, crew: Crew, wh
 def test_t3_another_number_of_destination_ranks_is_refused_with_both_values(pair: Pair, crew: Crew) -> None:
     """A rank of three, whose destination is for one."""
     with crew.lend(1) as (odd,):
-        odd.work("pretend", size=3)
+        odd.work("pretend", tp_size=3)
         odd.start("decode", POOLS, limits=LIMITS)
         room = number()
         sender, receiver = pair.prefill.sender(room), odd.receiver(room, pair.prefill)
