@@ -64,6 +64,17 @@ def test_two_processes_do_not_wait_for_a_side_that_has_failed() -> None:
     assert (example.returncode, out) == (1, "") and "bootstrap_port" in errors
 
 
+def test_two_prefill_ranks_and_a_decode_rank_hand_over_layer_by_layer() -> None:
+    with started("many_ranks.py", "all", str(free_port())) as example:
+        lines = said(example)
+    assert sorted(lines) == [
+        "decode: SUCCESS, layers [0, 1, 2, 3]",
+        "decode: the bytes are equal",
+        "prefill rank 0: SUCCESS, 196608 bytes",
+        "prefill rank 1: SUCCESS, 196608 bytes",
+    ]
+
+
 def test_the_scheduler_uses_pages_again_and_gets_all_of_them_back() -> None:
     with started("scheduler_loop.py") as example:
         *rooms, arrived, free = said(example)
