@@ -42,8 +42,10 @@ class Side:
         """What the ranks that are opened next have of limits of their own."""
         self.limits = each
 
-    def open(self, model: str, order: str, tp: int, pp: int, uneven: bool, ranks: range | None = None, leader: str | None = None) -> str:
-        """Start all ranks, or some beside a ``leader`` in another process; the address of the group."""
+    def open(
+        self, model: str, order: str, tp: int, pp: int, uneven: bool, ranks: range | None = None, leader: str | None = None, port: int = 0
+    ) -> str:
+        """Start all ranks, or some beside a ``leader`` in another process, with the leader at a ``port``; the address of the group."""
         every = group(MODELS[model], order, self.side, tp, pp, uneven)
         self.held = every if ranks is None else [every[rank] for rank in ranks]
         for held, limits in itertools.zip_longest(self.held, self.limits, fillvalue={}):
@@ -51,7 +53,8 @@ class Side:
             place = Topology(tp_size=tp, tp_rank=held.tp_rank, pp_size=pp, pp_rank=held.pp_rank)
             if self.managers and self.side == "prefill":
                 leader = self.managers[0].address
-            settings = config(self.side, self.backend, topology=place, bootstrap=leader, limits=LIMITS | limits)
+            own = 0 if leader else port
+            settings = config(self.side, self.backend, topology=place, bootstrap=leader, bootstrap_port=own, limits=LIMITS | limits)
             self.managers.append(KVManager(settings, list(pools(held))))
             self.plans.append(FaultPlan(seed=1))
             self.managers[-1].add_observer(self.plans[-1])

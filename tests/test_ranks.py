@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
+from kvcore_conformance.stage.driver import free_port
 
 from tests.helpers import BACKENDS, number, stays, wait_until
 from tests.rank_workers import LIMITS, Worker, worker, workers
@@ -239,6 +240,40 @@ def test_t5_two_thousand_rooms_end_alike_or_explain_themselves_and_leave_nothing
         decode.all_clear(rooms)
     assert outcomes["SUCCESS"] > 1800 and outcomes["FAILED"] >= 100, outcomes
     decode.reset()
+
+
+def moved(room: int, address: str, decode: Worker, *prefill: Worker) -> None:
+    """A room over ranks in several processes succeeds, with the right bytes."""
+    for side in (*prefill, decode):
+        side.hand_over(room, address)
+    for side in (decode, *prefill):
+        assert set(side.ended(room)) == {"SUCCESS"}
+        side.clear(room)
+    assert decode.wrong() == []
+
+
+def test_c71_decode_waits_for_the_last_rank_and_finds_all_again_when_the_leader_was_restarted() -> None:
+    """Three of four ranks, then the fourth; then another leader at the old one's port, where the others register again."""
+    sizes, port = ("mha", "token", 4, 1, False), free_port()
+    with worker("prefill", "local") as leader, worker("prefill", "local") as last, worker("decode", "local") as decode:
+        address = leader.open(*sizes, range(1), None, port)
+        with worker("prefill", "local") as middle:
+            middle.open(*sizes, range(1, 3), address)
+            decode.open("mha", "token", 2, 1, False)
+            room = number()
+            for side in (leader, middle, decode):
+                side.hand_over(room, address)
+            stays(lambda: set(decode.states(room)) == {"BOOTSTRAPPING"}, 0.5)
+            last.open(*sizes, range(3, 4), address)
+            last.hand_over(room, address)
+            for side in (decode, leader, middle, last):
+                assert set(side.ended(room)) == {"SUCCESS"}
+                side.clear(room)
+            assert decode.wrong() == []
+            leader.kill()
+            with worker("prefill", "local") as successor:
+                assert successor.open(*sizes, range(1), None, port) == address
+                moved(number(), address, decode, successor, middle, last)
 
 
 def test_p2_a_killed_rank_ends_its_rooms_on_all_ranks() -> None:
