@@ -212,11 +212,11 @@ class Core:
 
     def _found(self, room: Room, peers: list[Peer]) -> None:
         """A receiver's sender ranks are known and paired."""
-        number, incomplete = room.id.number, gathering.why_incomplete(self._peers.me, peers)
-        room.layer_sources = gathering.writers(peers, number)
-        self.table.apply("decode", room.id, ev.Route(room.key.generation, tuple(peer.party(number) for peer in peers)))
-        if incomplete is not None:
-            self._fail(room, FailureCode.INCOMPATIBLE, incomplete)
+        found = gathering.gathered(self._peers.me, peers, room.id.number)
+        room.layer_sources = found.writers
+        self.table.apply("decode", room.id, ev.Route(room.key.generation, tuple(peer.party(room.id.number) for peer in peers)))
+        if found.wrong is not None:
+            self._fail(room, FailureCode.INCOMPATIBLE, found.wrong)
 
     def _fail(self, room: Room, code: FailureCode, text: str) -> None:
         self.table.apply(room.key.side, room.id, ev.Fail(room.key.generation, Reason.of(code, text, room.key.side, self.rank)))

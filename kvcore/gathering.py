@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from kvcore import mapping
 from kvcore.bootstrap import Group, RankInfo
-from kvcore.pairing import Peer
+from kvcore.layouts import MAX_RANKS
+from kvcore.pairing import Gathered, Peer
 from kvcore.wire import Introduction
 
 
@@ -19,16 +20,24 @@ def expected(me: Introduction, group: Group, dp_rank: int, room: int) -> tuple[R
     return tuple(ranks[rank] for rank in mapping.sources(mapping.sent(me.pools), sizes, me.place, room))
 
 
-def why_incomplete(me: Introduction, peers: Sequence[Peer]) -> str | None:
-    """Which layers no stage of the group has, in words; None if there are none."""
-    missing = mapping.uncovered(me.pools, [peer.intro.pools for peer in peers])
-    return f"{missing}; give the prefill stages all layers" if missing is not None else None
+def gathered(me: Introduction, peers: Sequence[Peer], room: int) -> Gathered:
+    """What these ranks write in a room; the same for each room with the same turn, so it is kept with the first of them."""
+    key, known = (room % peers[0].intro.place.tp_size, tuple(peer.instance for peer in peers)), peers[0].gathered
+    if key not in known:
+        if len(known) >= MAX_RANKS:  # the others have been restarted that often
+            known.clear()
+        known[key] = _gathered(me, peers, room)
+    return known[key]
 
 
-def writers(peers: Sequence[Peer], room: int) -> Mapping[int, frozenset[str]]:
-    """The instances that write each layer of a room here."""
-    found: dict[int, set[str]] = {}
-    for peer in peers:
-        for layer in peer.layers(room):
-            found.setdefault(layer, set()).add(peer.instance)
-    return {layer: frozenset(names) for layer, names in found.items()}
+def _gathered(me: Introduction, peers: Sequence[Peer], room: int) -> Gathered:
+    incoming = {peer.instance: mapping.shares(peer.intro.pools, me.pools, peer.intro.place, me.place, room) for peer in peers}
+    layers, writers = {pool.name: pool.layers for pool in me.pools}, dict[int, set[str]]()
+    for instance, shares in incoming.items():
+        for layer in {layers[pool][region] for pool, share in shares.items() for region in share.remote_region.tolist()}:
+            writers.setdefault(layer, set()).add(instance)
+    wrong = mapping.not_once(me.pools, list(incoming.values()))
+    return Gathered(
+        {layer: frozenset(names) for layer, names in writers.items()},
+        wrong and f"{wrong}; give each layer to one prefill stage, on all of its ranks",
+    )

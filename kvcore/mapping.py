@@ -58,6 +58,11 @@ class Share:
         return alike and bool((self.local_region == self.remote_region).all())
 
     @property
+    def remote_rows(self) -> U64:
+        """Of each row the remote region, the offset in its page and the bytes of one page: shape ``(k, 3)``."""
+        return np.stack((self.remote_region.astype(np.uint64), self.remote_base, self.count * self.length), axis=1)
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page that it writes, in all regions."""
         return int((self.count * self.length).sum(dtype=np.uint64))
@@ -110,15 +115,17 @@ def why_not(mine: Sequence[PoolGeometry], theirs: Sequence[PoolGeometry], here: 
     return None
 
 
-def uncovered(decode: Sequence[PoolGeometry], sources: Sequence[Sequence[PoolGeometry]]) -> str | None:
-    """Layers of a decode rank that no pipeline stage of the prefill group has, in words; None if there are none."""
+def not_once(decode: Sequence[PoolGeometry], incoming: Sequence[Mapping[str, Share]]) -> str | None:
+    """The layer of a decode rank that prefill ranks, by what each writes there, do not write once, in words; None if there is none."""
     for pool in decode:
-        if isinstance(pool.layout, SideRecord):
-            continue
-        have = {key for source in sources for other in source if other.name == pool.source for key in _keys(other)}
-        missing = sorted({layer for layer, part, _ in set(_keys(pool)) - have})
-        if missing:
-            return f"pool {shown(pool.name)}: no prefill rank has layers {shown(missing[:8])}{' ...' if len(missing) > 8 else ''}"
+        written = [shares[pool.name] for shares in incoming if pool.name in shares]
+        rows = np.concatenate([np.empty((0, 3), np.uint64), *(share.remote_rows for share in written)])
+        for number, page_bytes in enumerate(pool.page_bytes):
+            here = rows[rows[:, 0] == number]
+            found, twice = int(here[:, 2].sum()), np.unique(here[:, 1]).size < len(here)
+            if twice or found != page_bytes:
+                how = "more than once" if twice or found > page_bytes else "in part" if found else "not at all"
+                return f"pool {shown(pool.name)}: prefill writes layer {pool.layers[number]} {how}"
     return None
 
 

@@ -19,6 +19,14 @@ from kvcore.wire import Introduction, RoomBody
 FIRST_HELLO_S = 0.2
 
 
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """What prefill ranks write here: the instances that write each layer, and which layer is not written once, in words."""
+
+    writers: Mapping[int, frozenset[str]]
+    wrong: str | None
+
+
 @dataclass(eq=False, slots=True)
 class Peer:
     """A paired instance, as seen from our ``side``.
@@ -40,7 +48,8 @@ class Peer:
     pinged: float = 0.0
     _met: dict[int, int] = field(default_factory=dict)
     _shares: dict[int, Mapping[str, Share]] = field(default_factory=dict)
-    _layers: dict[int, frozenset[int]] = field(default_factory=dict)
+    gathered: dict[tuple[int, tuple[str, ...]], Gathered] = field(default_factory=dict)
+    """What it and other prefill ranks write here, see ``gathering``."""
 
     @property
     def instance(self) -> str:
@@ -53,16 +62,6 @@ class Peer:
         if turn not in self._met:
             self._met[turn] = len(mapping.destinations(mapping.sent(prefill.pools), prefill.place, decode.place, turn))
         return Party(self.intro.instance, self.intro.place.rank, self._met[turn], self.expired)
-
-    def layers(self, room: int) -> frozenset[int]:
-        """Layers that this prefill rank, seen from decode, writes here in that room."""
-        turn = room % self.intro.place.tp_size
-        if turn not in self._layers:
-            shares = mapping.shares(self.intro.pools, self.mine.pools, self.intro.place, self.mine.place, turn)
-            sources, layers = {pool.name: pool.source for pool in self.mine.pools}, {pool.name: pool.layers for pool in self.intro.pools}
-            found = {layers[sources[name]][region] for name, share in shares.items() for region in share.local_region.tolist()}
-            self._layers[turn] = frozenset(found)
-        return self._layers[turn]
 
     def shares(self, room: int) -> Mapping[str, Share]:
         """What this prefill rank writes in that room to each of its pools."""

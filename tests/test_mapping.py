@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvcore.layouts import Heads, Latent, Place, SideRecord
-from kvcore.mapping import destinations, shares, sources, uncovered, why_not
+from kvcore.mapping import destinations, not_once, shares, sources, why_not
 from kvcore.memory import PoolGeometry, Region
 from kvcore.planner import Layout, plan, split
 from tests.ranks import DIM, FROM, MODELS, PAGES, TO, TOKENS, Held, Model, group
@@ -47,13 +47,14 @@ def move(prefill: list[Rank], decode: list[Rank], turn: int) -> None:
     """One room from group to group, each pair by its own mapping, planned and split as an engine would get it."""
     names = tuple((pool.name, pool.layout) for pool in prefill[0].geometries)
     for there in decode:
-        expected = sources(names, prefill[0].place, there.place, turn)
+        expected, incoming = sources(names, prefill[0].place, there.place, turn), []
         for here in prefill:
             met = here.place.rank in expected
             assert met == (there.place.rank in destinations(names, here.place, decode[0].place, turn))
             assert why_not(here.geometries, there.geometries, here.place, there.place) is None
             assert why_not(there.geometries, here.geometries, there.place, here.place) is None
             share = shares(here.geometries, there.geometries, here.place, there.place, turn)
+            incoming.append(share)
             if not met:
                 assert not share
                 continue
@@ -66,7 +67,7 @@ def move(prefill: list[Rank], decode: list[Rank], turn: int) -> None:
                 for source, target, length in zip(local.tolist(), remote.tolist(), each.length.tolist(), strict=True):
                     there.held.memory[target : target + length] = here.held.memory[source : source + length]
                     there.written[target : target + length] += 1
-        assert uncovered(there.geometries, [prefill[rank].geometries for rank in expected]) is None
+        assert not_once(there.geometries, incoming) is None
 
 
 SIZES = list(itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), (1, 2)))
@@ -138,6 +139,26 @@ def test_c88_ranks_that_cannot_be_mapped_are_refused_on_either_side(
     assert other is not None
 
 
-def test_t3_layers_that_no_stage_has_are_named() -> None:
-    stage = msgspec.structs.replace(KV, layers=(0, 1))
-    assert uncovered([msgspec.structs.replace(KV, layers=(1, 4))], [[stage]]) == "pool 'kv': no prefill rank has layers [4]"
+@pytest.mark.parametrize(
+    ("stages", "says"),
+    [
+        ([(0, 1), (2,)], None),
+        ([(0, 1)], "layer 2 not at all"),
+        ([(0, 1), (1, 2)], "layer 1 more than once"),
+    ],
+)
+def test_t3_layers_that_no_stage_or_several_have_are_named(stages: list[tuple[int, ...]], says: str | None) -> None:
+    def pool(layers: tuple[int, ...]) -> list[PoolGeometry]:
+        many = len(layers)
+        return [msgspec.structs.replace(KV, layers=layers, parts=("",) * many, page_bytes=(64,) * many, layout=Latent())]
+
+    decode = pool((0, 1, 2))
+    incoming = [shares(pool(layers), decode, Place(pp_size=len(stages), pp_rank=rank), ALONE, 0) for rank, layers in enumerate(stages)]
+    assert not_once(decode, incoming) == (says and f"pool 'kv': prefill writes {says}")
+
+
+def test_t3_heads_of_a_layer_that_one_rank_of_a_stage_lacks_are_named() -> None:
+    decode = [heads(2, 8)]
+    first = shares([heads(2, 4)], decode, Place(tp_size=2), ALONE, 0)
+    assert not_once(decode, [first]) == "pool 'kv': prefill writes layer 0 in part"
+    assert not_once(decode, [first, first]) == "pool 'kv': prefill writes layer 0 more than once"

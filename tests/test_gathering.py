@@ -1,0 +1,41 @@
+"""Prefill ranks that do not make up what a decode rank holds: the room fails on all of them, with the reason (T3, C88)."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from kvcore import FailureCode, KVManager, KVPoll, Latent, Pool, Topology
+from tests.helpers import config, ended, number, stores_empty
+
+
+def pool(layers: tuple[int, ...]) -> Pool:
+    return Pool.from_tensors("kv", [np.zeros((4, 8), np.uint8) for _ in layers], page_size=2, layers=layers, layout=Latent())
+
+
+@pytest.mark.parametrize(
+    ("stages", "says"),
+    [
+        (((0, 1), (1, 2)), "pool 'kv': prefill writes layer 1 more than once; give each layer to one prefill stage"),
+        (((0,), (1,)), "pool 'kv': prefill writes layer 2 not at all; give each layer to one prefill stage"),
+    ],
+)
+def test_t3_stages_that_do_not_have_each_layer_once_fail_the_room_on_all_ranks(stages: tuple[tuple[int, ...], ...], says: str) -> None:
+    with ExitStack() as stack:
+        prefill: list[KVManager] = []
+        for rank, layers in enumerate(stages):
+            place = Topology(pp_size=2, pp_rank=rank)
+            settings = config("prefill", topology=place, bootstrap=prefill[0].address if prefill else None)
+            prefill.append(stack.enter_context(KVManager(settings, [pool(layers)])))
+        decode = stack.enter_context(KVManager(config("decode"), [pool((0, 1, 2))]))
+        room = number()
+        handles = [*(manager.sender(room) for manager in prefill), decode.receiver(room, prefill[0].address)]
+        for handle in handles:
+            ended(handle, KVPoll.FAILED)
+            assert handle.failure is not None and handle.failure.code is FailureCode.INCOMPATIBLE
+            assert handle.failure.reason.startswith(says) and handle.failure.side == "decode"
+            handle.clear()
+        for manager in (*prefill, decode):
+            stores_empty(manager)
