@@ -144,7 +144,8 @@ class Directory:
         self._groups: OrderedDict[str, Group] = OrderedDict()
 
     def lookup(self, address: str, on_result: OnResult) -> int:
-        """Have ``on_result`` called once on the HTTP thread with the group at ``address``, or with why there can be none.
+        """Have ``on_result`` called once with the group at ``address``, or with why there can be none: here and now if it is known, else on
+        the HTTP thread.
 
         Returns a token for ``drop``. What ``on_result`` raises is logged and has no other effect (T7).
         """
@@ -160,7 +161,7 @@ class Directory:
             else:
                 fresh = self._questions[address] = _Question({token})
         if group is not None:
-            self._http.call(self._deliver, (token,), group)
+            self._deliver((token,), group)
         elif question is None:
             self._http.run(self._ask(address, fresh))
         return token
