@@ -60,7 +60,7 @@ CAUGHT = {
     "zoo-bursting": ("start", "B7"),
     "zoo-undead": ("start", "R3"),
     "zoo-eager": ("start", "B1"),
-    "zoo-leaky": ("transfer", "B4"),
+    "zoo-leaky": ("transfer", "B4 B7"),  # what a transfer leaves is still there after the close
     "zoo-loyal": ("peer", "P3 R4"),
     "zoo-boastful": ("peer", "R4"),
     "zoo-returning": ("peer", "R4"),
