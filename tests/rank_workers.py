@@ -152,6 +152,10 @@ class Side:
                 sums[name] = sums.get(name, 0) + stats.stores[name]
         return {name: count for name, count in sums.items() if count}
 
+    def peers(self) -> int:
+        """Instances that are paired, over all ranks."""
+        return sum(manager.stats().peers for manager in self.managers)
+
     def imported(self) -> list[str]:
         """Of the modules that no rank needs, those that are imported."""
         return [name for name in ("torch", "transformers") if name in sys.modules]

@@ -270,7 +270,9 @@ def test_c71_decode_waits_for_the_last_rank_and_finds_all_again_when_the_leader_
                 assert set(side.ended(room)) == {"SUCCESS"}
                 side.clear(room)
             assert decode.wrong() == []
+            met = decode.peers()
             leader.kill()
+            wait_until(lambda: decode.peers() == met - 2, what="both decode ranks to know that it is gone")
             with worker("prefill", "local") as successor:
                 assert successor.open(*sizes, range(1), None, port) == address
                 moved(number(), address, decode, successor, middle, last)
