@@ -150,6 +150,8 @@ class BootstrapService:
             asked = read(body, Announcement)
         except ValueError as error:
             raise Refusal(400, f"not a list of rooms: {error}") from error
+        if asked.dp_rank is not None and (first := self._table.get(0)) is not None and asked.dp_rank >= first.place.dp_size:
+            raise Refusal(400, f"no data-parallel rank {asked.dp_rank} in this group, its ranks are 0 .. {first.place.dp_size - 1}")
         return _json(self._book.answer(asked))
 
     async def _group(self, _request: web.Request) -> web.Response:

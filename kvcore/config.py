@@ -206,6 +206,11 @@ class Config(_Model):
             addresses.parse(self.admin, "admin", any_port=True)
         if self.bootstrap is not None:
             addresses.parse(self.bootstrap, "bootstrap")
+            if self.role == "decode" or self.topology.place.number == 0:
+                raise ValueError(
+                    f"bootstrap is {shown(self.bootstrap)}, which only further ranks of a prefill group have; leave it out, since "
+                    f"{'decode names an address with each room' if self.role == 'decode' else 'rank 0 serves its group itself'}"
+                )
         if self.bootstrap is None and self.role != "decode" and self.topology.place.number:
             raise ValueError(
                 f"rank {self.topology.place.number} of {self.topology.place.total} has no bootstrap; "

@@ -255,8 +255,8 @@ class Core:
             self._limits_log.ended(room.key.side, reason)
         if room.key.side == "decode":
             self._ledger.wake()
-        elif old is None and self._announcer is not None:
-            self._announcer.announce(room.id)
+        elif self._announcer is not None:
+            self._announcer.announce(room.id, state is KVPoll.BOOTSTRAPPING)
         self.event("status", room.key, state=state.name, reason=str(reason or ""))
 
     def wake_by(self, when: float) -> None:
@@ -316,7 +316,7 @@ class Core:
             self._clear_collected(self._collected.pop())
         if now >= self._prune_at:  # not at each turn: there may be thousands
             self._prune_at = now + PRUNE_S
-            self.routes.prune()
+            self.routes.prune(now)
         due = [self.table.tick(now), self._peers.tick(now)]
         return min((when for when in due if when is not None), default=None)
 

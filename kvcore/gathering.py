@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvcore import mapping
 from kvcore.bootstrap import Group, RankInfo
-from kvcore.layouts import MAX_RANKS
+from kvcore.layouts import MAX_RANKS, SideRecord
 from kvcore.pairing import Gathered, Peer
 from kvcore.wire import Introduction
 
@@ -32,10 +32,12 @@ def gathered(me: Introduction, peers: Sequence[Peer], room: int) -> Gathered:
 
 def _gathered(me: Introduction, peers: Sequence[Peer], room: int) -> Gathered:
     incoming = {peer.instance: mapping.shares(peer.intro.pools, me.pools, peer.intro.place, me.place, room) for peer in peers}
-    layers, writers = {pool.name: pool.layers for pool in me.pools}, dict[int, set[str]]()
+    writers: dict[int, set[str]] = {}
     for instance, shares in incoming.items():
-        for layer in {layers[pool][region] for pool, share in shares.items() for region in share.remote_region.tolist()}:
-            writers.setdefault(layer, set()).add(instance)
+        for pool in me.pools:
+            if pool.name in shares and not isinstance(pool.layout, SideRecord):  # which is of no layer
+                for region in shares[pool.name].remote_region.tolist():
+                    writers.setdefault(pool.layers[region], set()).add(instance)
     wrong = mapping.not_once(me.pools, list(incoming.values()))
     return Gathered(
         {layer: frozenset(names) for layer, names in writers.items()},

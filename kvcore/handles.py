@@ -231,7 +231,8 @@ class Sender(Handle):
             room.meter.pages += sum(indices.size for indices in chosen.values())
             room.meter.chunks += 1
             counts = tuple((name, int(pages.min()), int(pages.max())) for name, pages in room.pages.items()) if chosen else ()
-            covered = tuple(layers) if layers is not None and chosen else ()
+            known = {layer for name in chosen for layer in self._owner.pools[name].layers}
+            covered = tuple(layer for layer in sorted(known) if layer in layers) if layers is not None else ()
             table.apply("prefill", room.id, ev.Hand(self.generation, counts, bool(last), record, covered, self._full()))
 
     def _pages(self, name: str) -> Indices:
@@ -240,7 +241,7 @@ class Sender(Handle):
 
     def _of(self, name: str, layers: range | None) -> slice | npt.NDArray[np.bool_]:
         """Which of a pool's layers a chunk is of."""
-        return slice(None) if layers is None else np.isin(self._owner.pools[name].layers, layers)
+        return slice(None) if layers is None else np.array([layer in layers for layer in self._owner.pools[name].layers])
 
     def _stand(self, name: str, layers: range | None) -> int:
         """Where a chunk stands in the sequence of its layers; ``PageError`` if these differ, or the pool has none of them."""

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from kvcore.errors import ConfigError, shown
+
 MAX_RANKS = 1024
 """Ranks of a group."""
 
@@ -24,6 +26,13 @@ class Heads(msgspec.Struct, frozen=True, tag="heads"):
     total: Size
     dim: Size
     order: Literal["token", "head"] = "token"
+
+    def __post_init__(self) -> None:
+        for what, value in (("total", self.total), ("dim", self.dim)):
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+                raise ConfigError(f"heads: {what} is {shown(value)}; pass a number in 1 .. 2**31-1")
+        if self.order not in ("token", "head"):
+            raise ConfigError(f"heads: order is {shown(self.order)}; pass 'token' or 'head'")
 
 
 class Latent(msgspec.Struct, frozen=True, tag="latent"):

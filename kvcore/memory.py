@@ -46,6 +46,10 @@ class PoolGeometry(msgspec.Struct, frozen=True):
     layout: PageLayout = OPAQUE
     pairs_with: str = ""
 
+    def __post_init__(self) -> None:
+        if not len(self.page_bytes) == len(self.layers) == len(self.parts):
+            raise ValueError("page_bytes, layers and parts are not of one length")
+
     @property
     def source(self) -> str:
         """The name of the pool whose pages it takes."""
@@ -268,6 +272,8 @@ def _plain(name: str, number: int, region: Region) -> Region:
         raise ConfigError(
             f"pool {shown(name)}: region {number}: {one_line(error, MOST_CAUSE)}; pass integers for ptr, nbytes and layer"
         ) from error
+    if not 0 <= layer < 2**31:
+        raise ConfigError(f"pool {shown(name)}: region {number} is of layer {layer}; pass a layer id in 0 .. 2**31-1")
     return Region(ptr, nbytes, str(region.device), layer, str(region.part))
 
 

@@ -61,7 +61,8 @@ class Peer:
         turn = room % prefill.place.tp_size
         if turn not in self._met:
             self._met[turn] = len(mapping.destinations(mapping.sent(prefill.pools), prefill.place, decode.place, turn))
-        return Party(self.intro.instance, self.intro.place.rank, self._met[turn], self.expired)
+        place = self.intro.place
+        return Party(self.intro.instance, place.rank, self._met[turn], self.expired, (place.tp_size, place.pp_size))
 
     def shares(self, room: int) -> Mapping[str, Share]:
         """What this prefill rank writes in that room to each of its pools."""

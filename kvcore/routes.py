@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvcore.bootstrap import Group, LookupFailure, RankInfo
+from kvcore.bootstrap import REFRESH_S, Group, LookupFailure, RankInfo
 from kvcore.bootstrap_client import Directory
 from kvcore.pairing import Peer
 from kvcore.peers import Peers
@@ -28,7 +29,9 @@ class Search:
     token: int = 0
     group: Group | None = None
     expected: tuple[RankInfo, ...] = ()
+    linked: set[RankInfo] = field(default_factory=set)
     peers: dict[int, Peer] = field(default_factory=dict)
+    asked_at: float = 0.0
     unlocate: Callable[[], None] = lambda: None
     asked_again: bool = False
     over: bool = False
@@ -47,7 +50,7 @@ class _RankWaiter:
         self.routes.rank_paired(self.search, self.info, peer)
 
     def refused(self, code: FailureCode, text: str) -> None:
-        self.routes.end(self.search, code, text)
+        self.routes.rank_refused(self.search, self.info, code, text)
 
 
 class Routes:
@@ -67,6 +70,7 @@ class Routes:
         self._look_up(search)
 
     def _look_up(self, search: Search) -> None:
+        search.asked_at = time.monotonic()
         search.token = self._directory.lookup(search.address, lambda result: self._on_control(lambda: self._looked_up(search, result)))
 
     def _looked_up(self, search: Search, result: Group | LookupFailure) -> None:
@@ -92,7 +96,10 @@ class Routes:
             search.expected = search.expects(group, dp_rank)
         except ValueError as error:
             return self.end(search, FailureCode.INCOMPATIBLE, f"prefill group {search.address}: {error}")
-        for info in search.expected:
+        search.peers = {rank: peer for rank, peer in search.peers.items() if peer.instance in {info.instance for info in search.expected}}
+        fresh = [info for info in search.expected if info not in search.linked]
+        search.linked = set(search.expected)
+        for info in fresh:
             self._peers.link(info.control, _RankWaiter(search, info, self))
 
     def rank_paired(self, search: Search, info: RankInfo, peer: Peer) -> None:
@@ -104,9 +111,22 @@ class Routes:
             return self._outdated(search, group, info, peer)
         self._groups[search.address] = group
         search.peers[info.rank] = peer
-        if len(search.peers) == len(search.expected):
+        self._conclude(search)
+
+    def rank_refused(self, search: Search, info: RankInfo, code: FailureCode, text: str) -> None:
+        """One rank cannot be paired: the room fails, and the others are found all the same, to be told (A4)."""
+        if search.over or info not in search.expected:
+            return
+        self._doubt(search)
+        search.expected = tuple(other for other in search.expected if other != info)
+        search.failed(code, text)
+        self._conclude(search)
+
+    def _conclude(self, search: Search) -> None:
+        if all(info.rank in search.peers for info in search.expected):
             self._forget(search)
-            search.found([search.peers[info.rank] for info in search.expected])
+            if search.expected:
+                search.found([search.peers[info.rank] for info in search.expected])
 
     def _outdated(self, search: Search, group: Group, info: RankInfo, peer: Peer) -> None:
         """Another instance than the one looked up answers at a rank's address: ask the bootstrap service once more."""
@@ -115,6 +135,7 @@ class Routes:
             search.asked_again = True
             search.group = None
             search.unlocate()
+            search.linked.clear()
             search.peers.clear()
             return self._look_up(search)
         text = f"expected instance {info.instance} at {info.control} and found {peer.instance}; does {search.address} belong to that group?"
@@ -124,8 +145,7 @@ class Routes:
         """Give a search up, and tell its room why."""
         if search.over:
             return
-        if search.group is not None:
-            self._directory.forget(search.address, search.group)
+        self._doubt(search)
         self._forget(search)
         search.failed(code, text)
 
@@ -135,10 +155,22 @@ class Routes:
         self._directory.drop(search.token)
         search.unlocate()
 
-    def prune(self) -> None:
-        """Drop searches that no room wants any more."""
-        for search in [search for search in self._searches if not search.wanted()]:
-            self._forget(search)
+    def prune(self, now: float) -> None:
+        """Drop searches that no room wants any more; where ranks do not answer, ask whether they are elsewhere by now."""
+        for search in list(self._searches):
+            if not search.wanted():
+                self._doubt(search)
+                self._forget(search)
+            elif search.group is not None and now - search.asked_at >= REFRESH_S:
+                self._doubt(search)
+                self._directory.drop(search.token)
+                search.unlocate()
+                self._look_up(search)
+
+    def _doubt(self, search: Search) -> None:
+        """What was told of a group may be outdated."""
+        if search.group is not None:
+            self._directory.forget(search.address, search.group)
 
     def lost(self, instance: str) -> None:
         """A peer was lost: ask the bootstrap service anew before its address is used again."""
@@ -146,11 +178,17 @@ class Routes:
             if any(info.instance == instance for info in group.ranks):
                 self._directory.forget(address, group)
                 del self._groups[address]
+        for search in self._searches:
+            search.peers = {rank: peer for rank, peer in search.peers.items() if peer.instance != instance}
+            search.linked = {info for info in search.linked if info.instance != instance}
 
     def why(self, address: str) -> str:
         """Why an address has not led anywhere so far."""
-        error = self._directory.last_error(address)
-        return f"prefill {address}: {error}" if error else ""
+        if error := self._directory.last_error(address):
+            return f"prefill {address}: {error}"
+        search = next((search for search in self._searches if search.address == address), None)
+        silent = [info for info in search.expected if info.rank not in search.peers] if search is not None else []
+        return f"prefill {address}: rank {silent[0].rank} at {silent[0].control} does not answer" if silent else ""
 
     def sizes(self) -> dict[str, int]:
         """Entries held."""

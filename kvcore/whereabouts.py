@@ -1,7 +1,7 @@
 """Which data-parallel rank of a prefill group has a room: senders announce theirs at the bootstrap service, decode instances ask there.
 
-Only where a group has several data-parallel ranks and the receiver names none. What is announced lasts as long as it is announced again,
-so that a service that restarts empty soon knows all.
+Only where a group has several data-parallel ranks and the receiver names none. What is announced lasts until it is withdrawn, or is not
+announced again, so that a service that restarts empty soon knows all.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ DpRank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """Rooms that a data-parallel rank has, or with None the question who has them."""
+    """Rooms that wait at a data-parallel rank, and such that wait there no more; or with None the question who has them."""
 
     rooms: Rooms
     dp_rank: DpRank | None = None
+    gone: Rooms = ()
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -67,6 +68,9 @@ class RoomBook:
             for room in asked.rooms:
                 self._rooms.pop(room, None)
                 self._rooms[room] = asked.dp_rank, self._clock() + self._expiry_s
+            for room in asked.gone:
+                if room in self._rooms and self._rooms[room][0] == asked.dp_rank:
+                    del self._rooms[room]
             while len(self._rooms) > MAX_ROOMS:
                 self._rooms.popitem(last=False)
             return Found((), ())
@@ -87,7 +91,7 @@ class Announcer:
 
     def __init__(self, http: HttpThread, address: Address, dp_rank: int, waiting: Callable[[], Iterable[RoomId]]) -> None:
         self._http, self._address, self._dp_rank, self._waiting = http, address, dp_rank, waiting
-        self._fresh: dict[RoomId, None] = {}
+        self._fresh: dict[RoomId, bool] = {}
         self._bell = asyncio.Event()
         self._telling: concurrent.futures.Future[None] | None = None
 
@@ -100,9 +104,9 @@ class Announcer:
         if self._telling is not None:
             self._telling.cancel()
 
-    def announce(self, room: RoomId) -> None:
-        """A room waits here from now on. From any thread; never blocks."""
-        self._fresh[room] = None
+    def announce(self, room: RoomId, waits: bool) -> None:
+        """A room waits here from now on, or no more. From any thread; never blocks."""
+        self._fresh[room] = waits
         self._http.call(self._bell.set)
 
     async def _tell(self) -> None:
@@ -113,11 +117,13 @@ class Announcer:
             except asyncio.TimeoutError:
                 pass
             self._bell.clear()
-            rooms, self._fresh = list(self._fresh), {}
+            fresh, self._fresh = self._fresh, {}
+            rooms, gone = ([room for room, waits in fresh.items() if waits is wanted] for wanted in (True, False))
             if time.monotonic() >= all_again:
                 rooms, all_again = list(self._waiting()), time.monotonic() + REFRESH_S
-            for some in _cut(rooms):
-                if await _ask(self._http, self._address, Announcement(some, self._dp_rank)) is None:
+            said = [Announcement(some, self._dp_rank) for some in _cut(rooms)]
+            for what in (*said, *(Announcement((), self._dp_rank, some) for some in _cut(gone))):
+                if await _ask(self._http, self._address, what) is None:
                     all_again = 0.0
 
 

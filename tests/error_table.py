@@ -536,6 +536,10 @@ CASES = [
     Case("room that is no number", lambda t: t.pair.prefill.sender("7"), RoomError, ("room '7'", "0 .. 2**63-1")),  # type: ignore[arg-type]
     Case("attempt out of range", lambda t: t.pair.prefill.sender(7, -1), RoomError, ("attempt -1", "0 .. 2**31-1")),
     Case("layers not named one by one", lambda t: tensors(np.zeros((4, 8)), layers=[0, 1]), ConfigError, ("'kv'", "2 layers", "1 tensors")),
+    Case("layer out of range", lambda t: pool([Region(4096, 64, layer=-1)]), ConfigError, ("'kv'", "region 0", "-1")),
+    Case("heads of no dimension", lambda t: Heads(8, 0), ConfigError, ("dim", "0")),
+    Case("heads in no order", lambda t: Heads(8, 1, "layer"), ConfigError, ("order", "'layer'", "'token'")),  # type: ignore[arg-type]
+    Case("bootstrap of a decode", lambda t: Config(role="decode", bootstrap="a:1"), ConfigError, ("bootstrap", "'a:1'"), ValueError),
     Case("layout that is none", lambda t: pool(layout="heads"), ConfigError, ("'kv'", "'heads'", "kvcore.Heads")),
     Case("pool paired with itself", lambda t: pool(pairs_with="kv"), ConfigError, ("'kv'", "pairs_with")),
     Case("pools paired in a chain", lambda t: t.start("decode", [pool(name=name, pairs_with=of) for name, of in ("ba", "cb")]), ConfigError,

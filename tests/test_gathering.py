@@ -7,8 +7,32 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from kvcore import FailureCode, KVManager, KVPoll, Latent, Pool, Topology
-from tests.helpers import config, ended, number, stores_empty
+from kvcore import FailureCode, KVManager, KVPoll, Latent, Pool, SideRecord, Topology
+from tests.helpers import config, ended, number, stores_empty, wait_until
+
+
+def test_a_side_record_is_of_no_layer() -> None:
+    """It comes from the last stage, and layer 0 from the first."""
+    with ExitStack() as stack:
+        prefill: list[KVManager] = []
+        for rank in range(2):
+            place = Topology(pp_size=2, pp_rank=rank)
+            settings = config("prefill", topology=place, bootstrap=prefill[0].address if prefill else None)
+            prefill.append(stack.enter_context(KVManager(settings, [pool((rank,)), side()])))
+        decode = stack.enter_context(KVManager(config("decode"), [pool((0, 1)), side()]))
+        room = number()
+        senders, receiver = [manager.sender(room) for manager in prefill], decode.receiver(room, prefill[0].address)
+        receiver.receive({"kv": [1], "side": [2]})
+        for layer, sender in enumerate(senders):
+            sender.send({"kv": [1]}, layers=range(layer, layer + 1))
+        wait_until(lambda: receiver.layers_ready() == {0, 1}, what="both layers, before the side record")
+        for sender in senders:
+            sender.send({"side": [0]}, last=True)
+        ended(receiver, KVPoll.SUCCESS)
+
+
+def side() -> Pool:
+    return Pool.from_tensors("side", [np.zeros((4, 3), np.uint8)], page_size=2, layout=SideRecord())
 
 
 def pool(layers: tuple[int, ...]) -> Pool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -68,6 +69,17 @@ def test_t3_a_room_whose_layers_lack_pages_fails_on_both_sides(pair: Duo) -> Non
             ended(handle, KVPoll.FAILED)
             assert handle.failure is not None and handle.failure.code is FailureCode.BAD_PAGES
             assert "handed over 0 to 3 (by layer) pages and destination rank 0 listed 3" in handle.failure.reason
+
+
+def test_a_range_of_layers_may_be_as_long_as_it_likes(pair: Duo) -> None:
+    sender, receiver = pair.open()
+    with sender, receiver:
+        receiver.receive(THEIRS)
+        began = time.monotonic()
+        sender.send(MINE, layers=range(2**62), last=True)
+        assert time.monotonic() - began < 1.0
+        ended(receiver, KVPoll.SUCCESS)
+        assert pair.equal(MINE, THEIRS)
 
 
 def test_layers_that_do_not_fit_are_refused_and_the_room_goes_on(pair: Duo) -> None:

@@ -119,6 +119,11 @@ def test_a_pool_needs_a_name() -> None:
         Pool("", [Region(4096, 64)], num_pages=8, page_size=1)
 
 
+def test_p5_a_geometry_whose_lists_are_of_unlike_length_is_none() -> None:
+    with pytest.raises(ValueError, match="not of one length"):
+        PoolGeometry("kv", 8, 16, "uint8", (64, 64), (0, 1), ("",))
+
+
 def test_c89_a_region_may_lie_at_the_top_of_the_address_space() -> None:
     made = Pool("kv", [Region(0xFFFF_0000_0000_0000, 2**48, "cuda:3")], num_pages=2**30, page_size=1)
     assert made.geometry.page_bytes == (2**18,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -10,9 +11,10 @@ from typing import cast
 import pytest
 
 from kvcore import FailureCode, KVManager, KVPoll
-from kvcore.bootstrap import Group, LookupFailure, RankInfo
+from kvcore.bootstrap import REFRESH_S, Group, LookupFailure, RankInfo
 from kvcore.bootstrap_client import Directory
 from kvcore.faults import ControlTap
+from kvcore.layouts import Place
 from kvcore.pairing import Peer, Waiter
 from kvcore.peers import Peers
 from kvcore.routes import Routes, Search
@@ -140,10 +142,10 @@ def test_c7_a_search_that_no_room_wants_any_more_is_dropped(answered: bool) -> N
     asked = Asked()
     if answered:
         asked.directory.answer(group_of("prefill-1"))
-    asked.routes.prune()
+    asked.routes.prune(time.monotonic())
     assert asked.routes.sizes()["searches"] == 1
     asked.wanted = False
-    asked.routes.prune()
+    asked.routes.prune(time.monotonic())
     assert asked.routes.sizes()["searches"] == asked.routes.sizes()["directory_lookups"] == 0
     if answered:
         _, waiter = asked.peers.waiters[0]
@@ -151,6 +153,42 @@ def test_c7_a_search_that_no_room_wants_any_more_is_dropped(answered: bool) -> N
         waiter.paired(peer("prefill-1"))
         waiter.refused(FailureCode.BACKEND, "too late")
     assert asked.found == [] and asked.failures == []
+
+
+def group_of_two(*instances: str) -> Group:
+    place = [Place(tp_size=2, tp_rank=rank) for rank in range(2)]
+    return Group(2, tuple(RankInfo(rank, 2, "127.0.0.1:9", name, 1, "fake", place[rank]) for rank, name in enumerate(instances)))
+
+
+def test_p4_a_rank_that_does_not_answer_is_asked_for_again_and_found_where_it_is_now() -> None:
+    """It was started again at another address; the other rank, which is paired, is dialled no second time."""
+    asked = Asked()
+    asked.directory.answer(group_of_two("prefill-1", "prefill-2"))
+    (_, first), (_, silent) = asked.peers.waiters
+    first.paired(peer("prefill-1"))
+    assert asked.routes.why(ADDRESS) == f"prefill {ADDRESS}: connection refused"
+    asked.routes.prune(time.monotonic() + 1.0)
+    assert asked.directory.asked == 1
+    asked.routes.prune(time.monotonic() + REFRESH_S)
+    assert asked.directory.asked == 2 and asked.directory.forgotten == [(ADDRESS, group_of_two("prefill-1", "prefill-2"))]
+    asked.directory.answer(group_of_two("prefill-1", "prefill-3"))
+    assert len(asked.peers.waiters) == 3 and asked.found == []
+    silent.refused(FailureCode.PEER_LOST, "its old address")
+    asked.peers.answer("prefill-3")
+    [peers] = asked.found
+    assert [peer.instance for peer in peers] == ["prefill-1", "prefill-3"] and asked.failures == []
+
+
+def test_a4_where_one_rank_is_refused_the_others_are_found_all_the_same() -> None:
+    """To be told that the room has failed."""
+    asked = Asked()
+    asked.directory.answer(group_of_two("prefill-1", "prefill-2"))
+    (_, first), (_, second) = asked.peers.waiters
+    second.refused(FailureCode.INCOMPATIBLE, "pages differ")
+    assert asked.failures == [(FailureCode.INCOMPATIBLE, "pages differ")] and asked.found == []
+    first.paired(peer("prefill-1"))
+    [[found]] = asked.found
+    assert found.instance == "prefill-1" and asked.routes.sizes()["searches"] == 0
 
 
 def test_p4_a_failed_search_forgets_what_it_used_and_tells_its_room_once() -> None:

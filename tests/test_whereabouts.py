@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from http.client import HTTPConnection
 
 import msgspec
 import numpy as np
@@ -36,6 +37,15 @@ def test_the_book_knows_what_was_announced_last_until_it_expires() -> None:
     assert book.answer(asked) == Found(((2, 0), (2, 1)), (4, 4))
     clock.now = 16.0
     assert book.answer(asked) == Found((), ()) and len(book) == 0
+
+
+def test_the_book_forgets_what_is_withdrawn_by_who_announced_it() -> None:
+    book = RoomBook(clock=Clock())
+    book.answer(Announcement(((1, 0), (2, 0)), 3))
+    book.answer(Announcement((), 4, ((1, 0), (9, 0))))
+    assert book.answer(Announcement(((1, 0),))) == Found(((1, 0),), (3,))
+    book.answer(Announcement((), 3, ((1, 0),)))
+    assert book.answer(Announcement(((1, 0), (2, 0)))) == Found(((2, 0),), (3,))
 
 
 def test_the_book_is_bounded_and_forgets_the_oldest() -> None:
@@ -112,6 +122,30 @@ def test_c40_the_stated_rank_serves_the_room_and_never_one_derived_from_its_numb
         receiver.clear()  # type: ignore[attr-defined]
     for manager in (*groups.prefill, groups.decode):
         stores_empty(manager)
+
+
+def test_c40_a_room_that_has_ended_on_one_rank_is_found_on_another_at_once(groups: Groups) -> None:
+    room = number()
+    for dp_rank in (0, 1, 0):
+        receiver = groups.decode.receiver(room, groups.address)
+        with groups.prefill[dp_rank].sender(room) as sender, receiver:
+            receiver.receive([3])
+            sender.send([5], last=True)
+            ended(receiver, KVPoll.SUCCESS)
+            ended(sender, KVPoll.SUCCESS)
+        assert groups.target[3].tolist() == [10 + dp_rank] * 4
+        for manager in (*groups.prefill, groups.decode):
+            stores_empty(manager)
+        wait_until(lambda: groups.prefill[0].stats().stores["bootstrap_rooms"] == 0)
+
+
+def test_p5_a_rank_that_the_group_has_not_announces_nothing(groups: Groups) -> None:
+    host, _, port = groups.address.rpartition(":")
+    connection = HTTPConnection(host, int(port), timeout=10)
+    connection.request("POST", "/v1/rooms", json.dumps({"rooms": [[1, 0]], "dp_rank": 2}))
+    answer = connection.getresponse()
+    assert (answer.status, json.loads(answer.read())["error"]) == (400, "no data-parallel rank 2 in this group, its ranks are 0 .. 1")
+    connection.close()
 
 
 def test_c40_a_rank_that_the_group_has_not_is_refused_at_once(groups: Groups) -> None:

@@ -13,13 +13,14 @@ class Party(NamedTuple):
     """One rank of the other side as this instance knows it.
 
     ``size`` is the number of destination ranks that the sender of the two has in this room; ``expired`` the highest generation of
-    it for which a ticket was given up without proof here (R2).
+    it for which a ticket was given up without proof here (R2); ``shape`` the tensor and pipeline-parallel sizes of its group.
     """
 
     instance: str
     rank: int = 0
     size: int = 1
     expired: int = 0
+    shape: tuple[int, int] = (1, 1)
 
 
 class Pair(NamedTuple):

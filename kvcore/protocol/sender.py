@@ -149,10 +149,12 @@ class _Turn(Turn):
         """Pair the two lifetimes; with the last destination rank the room can move."""
         life = replace(life, dests=(*life.dests, Dest(party, message.rg, message.pages)), n_dest=life.n_dest or message.n_dest)
         self.set_life(life)
-        if message.n_dest != life.n_dest or message.n_dest != party.size:
+        first = life.dests[0]
+        if (message.n_dest, party.shape) != (life.n_dest, first.party.shape) or message.n_dest != party.size:
             text = (
-                f"room {self.state.room}: destination rank {party.rank} names {message.n_dest} destination ranks, "
-                f"its group has {party.size}, others named {life.n_dest}; start all ranks with one topology"
+                f"room {self.state.room}: destination rank {party.rank} names {message.n_dest} destination ranks, of {_shape(party)}, "
+                f"where {party.size} are due, and rank {first.party.rank} named {life.n_dest}, of {_shape(first.party)}; "
+                "start all ranks with one topology"
             )
             return self.fail(Reason.of(FailureCode.INCOMPATIBLE, text, "prefill", self.state.rank))
         if not life.complete:
@@ -264,10 +266,11 @@ class _Turn(Turn):
         if life is None:
             return
         joined = tuple(item for item in life.joined if item[0].instance != gone)
-        only = bool(life.joined) and not joined and not life.dests
+        left = {party.rank for party, _ in joined} | {dest.party.rank for dest in life.dests}
+        alone = any(party.rank not in left for party, _ in life.joined)  # no other instance has joined for its rank
         bound = any(dest.party.instance == gone for dest in life.dests)
         self.set_life(replace(life, joined=joined))
-        if only or bound:
+        if alone or bound:
             self.fail(event.reason, lost=gone)
 
     def on_fenced(self, event: Fenced) -> None:
@@ -322,6 +325,10 @@ def _with_newest(joins: tuple[tuple[Party, int], ...], party: Party, rg: int) ->
     if any(known.instance == party.instance and old >= rg for known, old in joins):
         return joins
     return (*(item for item in joins if item[0].instance != party.instance), (party, rg))
+
+
+def _shape(party: Party) -> str:
+    return f"a group of tp {party.shape[0]}, pp {party.shape[1]}"
 
 
 _WAITED_FOR = {

@@ -56,7 +56,10 @@ class Life:
     def misfit(self) -> str | None:
         """How the pages handed over do not fit those of a destination, naming both numbers (T3); None while they may."""
         handed = {pool: (fewest, most) for pool, fewest, most in self.pages}
-        for dest in self.dests:
+        prefixes = [{item.pool: item.prefix for item in dest.pages if item.prefix} for dest in self.dests]
+        for dest, prefix in zip(self.dests, prefixes, strict=True):
+            if prefix != prefixes[0]:
+                return f"destination rank {self.dests[0].party.rank} has prefix pages {prefixes[0]} and rank {dest.party.rank} {prefix}"
             listed = {item.pool: len(item.pages) // 4 for item in dest.pages}
             for pool in sorted(handed.keys() | listed.keys()):
                 (fewest, most), theirs = handed.get(pool, (0, 0)), listed.get(pool, 0)

@@ -14,6 +14,7 @@ from kvcore.protocol.events import (
     Fail,
     Got,
     Hand,
+    Lost,
     Open,
     Pair,
     Party,
@@ -319,6 +320,32 @@ def test_t5_success_is_said_to_each_destination_and_not_withdrawn() -> None:
     assert prefill.poll() is KVPoll.FAILED
     (again,) = sent(prefill.take(got(of(Destination, 1, 1, PAGE, 2), rank=0, size=2)))
     assert again.state is KVPoll.SUCCESS
+
+
+def test_p2_a_joined_rank_that_is_lost_fails_the_room_unless_another_has_joined_for_it() -> None:
+    gone = Lost("R1", Reason(FailureCode.PEER_LOST, "gone", "prefill"))
+    for another, state in (("", KVPoll.FAILED), ("R1b", KVPoll.BOOTSTRAPPING)):
+        prefill = Rank("S")
+        prefill.take(Open(1), got(of(Join, 1, 0), rank=0, size=2), got(of(Join, 1, 0), rank=1, size=2))
+        if another:
+            prefill.take(got(of(Join, 1, 0), source=another, rank=1, size=2))
+        effects = prefill.take(gone)
+        assert prefill.poll() is state
+        assert [to for to, _ in verdicts(effects)] == ([] if another else ["R0"])
+
+
+def test_t3_destination_ranks_that_are_unlike_fail_the_room() -> None:
+    prefix = (PoolPages("kv", bytes(4), 3),)
+    for pages, shape, says in (
+        (PAGE, (1, 2), "of a group of tp 1, pp 2, where 2 are due, and rank 0 named 2, of a group of tp 2, pp 1"),
+        (prefix, (2, 1), "destination rank 0 has prefix pages {} and rank 1 {'kv': 3}"),
+    ):
+        prefill = Rank("S")
+        prefill.take(Open(1), Hand(1, CHUNK, True))
+        for rank, listed, its in ((0, PAGE, (2, 1)), (1, pages, shape)):
+            party = Party(f"R{rank}", rank, 2, 0, its)
+            prefill.take(Got(of(Join, 1, 0), party), Got(of(Destination, 1, 1, listed, 2), party))
+        assert prefill.poll() is KVPoll.FAILED and says in prefill.state.life.reason.text
 
 
 def half_done() -> Rank:
