@@ -54,7 +54,7 @@ def decode(port):
         kvcore.KVManager(kvcore.Config(role="decode", limits=LIMITS), pools=[pool(layers)]) as manager,
         manager.receiver(ROOM, prefill=f"127.0.0.1:{port}") as receiver,
     ):
-        receiver.receive(TARGET)  # receiver.layers_ready() says meanwhile which layers can be read already
+        receiver.receive(TARGET)  # layers come whole here, so receiver.layers_ready() says meanwhile which can be read
         receiver.wait()
         receiver.raise_for_failure()
         print(f"decode: {receiver.poll().name}, layers {sorted(receiver.layers_ready())}")

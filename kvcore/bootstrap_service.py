@@ -126,6 +126,14 @@ class BootstrapService:
         """Entries held."""
         return {"bootstrap_ranks": len(self._table), "bootstrap_rooms": len(self._book)}
 
+    def why_not_ready(self) -> str:
+        """Which ranks are missing; "" if none is."""
+        try:
+            self._table.group()
+        except Refusal as missing:
+            return str(missing)
+        return ""
+
     async def _register(self, request: web.Request) -> web.Response:
         body = await request.read()
         try:

@@ -223,7 +223,7 @@ class Core:
 
     def why_not_reached(self, room: Room) -> str:
         """What a time-out's reason should add: why the other side was not reached."""
-        return self.routes.why(room.group.address) if room.group.address else ""
+        return self.routes.why(room.group.address) if room.group.address else self._service.why_not_ready() if self._service else ""
 
     def cancel(self, key: RoomKey) -> None:
         """Cancel a lifetime's tickets."""

@@ -12,12 +12,19 @@ from kvcore.wire import Introduction
 
 
 def expected(me: Introduction, group: Group, dp_rank: int, room: int) -> tuple[RankInfo, ...]:
-    """The ranks of a group that have to do with this one in a room; ``ValueError`` if that group cannot serve it."""
+    """The ranks of a group that have to do with this one in a room; ``ValueError`` if that group cannot serve it.
+
+    Where nothing can be mapped it is the leader, which refuses to pair, so that the reason is known on both sides.
+    """
     sizes = group.ranks[0].place
     if dp_rank >= sizes.dp_size:
         raise ValueError(f"dp_rank is {dp_rank} and it has {sizes.dp_size} data-parallel ranks; name the one that serves the room")
     ranks = group.of(dp_rank)
-    return tuple(ranks[rank] for rank in mapping.sources(mapping.sent(me.pools), sizes, me.place, room))
+    try:
+        met = mapping.sources(mapping.sent(me.pools), sizes, me.place, room)
+    except ValueError:
+        met = (0,)
+    return tuple(ranks[rank] for rank in met)
 
 
 def gathered(me: Introduction, peers: Sequence[Peer], room: int) -> Gathered:
@@ -41,5 +48,5 @@ def _gathered(me: Introduction, peers: Sequence[Peer], room: int) -> Gathered:
     wrong = mapping.not_once(me.pools, list(incoming.values()))
     return Gathered(
         {layer: frozenset(names) for layer, names in writers.items()},
-        wrong and f"{wrong}; give each layer to one prefill stage, on all of its ranks",
+        wrong and f"{wrong}; give each layer to one prefill stage, on all of its ranks (layers=)",
     )

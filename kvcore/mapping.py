@@ -68,6 +68,19 @@ class Share:
         return int((self.count * self.length).sum(dtype=np.uint64))
 
 
+ITEM_BYTES = {
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "int8": 1,
+    "uint8": 1,
+    "int16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+"""Of dtypes that pages come in; of others a page's length is not checked so closely."""
+
 Pools = tuple[tuple[str, PageLayout], ...]
 """Names and layouts of the pools that prefill sends from, the same on both sides."""
 
@@ -135,11 +148,13 @@ def check_rank(pool: PoolGeometry, place: Place) -> None:
         return
     heads = len(heads_of(pool.layout, place.tp_size, place.tp_rank))
     cells = pool.page_size * heads * pool.layout.dim
+    item = ITEM_BYTES.get(pool.dtype, 0)
     for number, page_bytes in enumerate(pool.page_bytes):
-        if page_bytes % cells:
+        if page_bytes % cells or (item and page_bytes != cells * item):
             raise ValueError(
-                f"region {number} has pages of {page_bytes} bytes, which {pool.page_size} tokens x {heads} heads "
-                f"of {pool.layout.dim} do not divide (tp rank {place.tp_rank} of {place.tp_size}, {pool.layout.total} heads in all)"
+                f"region {number} has pages of {page_bytes} bytes, and {pool.page_size} tokens x {heads} heads of {pool.layout.dim}"
+                f"{f' in {pool.dtype} are {cells * item}' if item else ' do not divide them'} "
+                f"(tp rank {place.tp_rank} of {place.tp_size}, {pool.layout.total} heads in all)"
             )
 
 

@@ -262,7 +262,9 @@ class Peers:
             del self.pairings[lost.side, lost.instance]
             for link in [link for link in self._links.values() if link.peer is lost]:
                 self._drop_link(link)
-        text = f"peer {peer.instance} lost: {text}"
+        place = peer.intro.place
+        name = peer.instance if place.total == 1 else f"{peer.instance} ({peer.intro.role} rank {place.number})"
+        text = f"peer {name} lost: {text}"
         log.log(logging.INFO if text.endswith(CLOSED) else logging.WARNING, "%s", text)
         departed = self._departed[peer.instance] = Departed(peer.intro, gone)
         self._home.lost(peer.instance, text, replaced)

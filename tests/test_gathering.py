@@ -63,3 +63,44 @@ def test_t3_stages_that_do_not_have_each_layer_once_fail_the_room_on_all_ranks(s
             handle.clear()
         for manager in (*prefill, decode):
             stores_empty(manager)
+
+
+BRIEF = {"bootstrap_s": 0.5}
+
+
+def test_s8_what_a_room_of_a_group_waited_for_is_said_on_both_sides() -> None:
+    """A rank that has not registered; ranks of which none has opened the room; a mapping that there is none of."""
+    with ExitStack() as stack:
+        leader = stack.enter_context(KVManager(config("prefill", topology=Topology(tp_size=2), limits=BRIEF), [pool((0,))]))
+        dp = stack.enter_context(KVManager(config("prefill", topology=Topology(dp_size=2)), [pool((0,))]))
+        more = config("prefill", topology=Topology(dp_size=2, dp_rank=1), bootstrap=dp.address)
+        stack.enter_context(KVManager(more, [pool((0,))]))
+        decode = stack.enter_context(KVManager(config("decode", limits=BRIEF), [pool((0,))]))
+        for handle, says in (
+            (leader.sender(1), "waiting for a receiver to join (group not ready, 1 of 2 ranks registered; missing: 1)"),
+            (
+                decode.receiver(1, leader.address),
+                f"(prefill {leader.address}: group not ready, 1 of 2 ranks registered; missing: 1)",
+            ),
+            (decode.receiver(2, dp.address), f"(prefill {dp.address}: no data-parallel rank has opened the room)"),
+        ):
+            ended(handle, KVPoll.FAILED)
+            assert handle.failure is not None and says in handle.failure.reason, handle.failure
+            handle.clear()
+
+
+def test_t3_what_cannot_be_mapped_is_refused_when_decode_meets_the_leader() -> None:
+    """Pools that are not stated, between unlike sizes: with the reason, and prefill's log has it too."""
+
+    def opaque() -> Pool:
+        return Pool.from_tensors("kv", [np.zeros((4, 8), np.uint8)], page_size=2)
+
+    with ExitStack() as stack:
+        leader = stack.enter_context(KVManager(config("prefill", topology=Topology(tp_size=2)), [opaque()]))
+        other = config("prefill", topology=Topology(tp_size=2, tp_rank=1), bootstrap=leader.address)
+        stack.enter_context(KVManager(other, [opaque()]))
+        decode = stack.enter_context(KVManager(config("decode"), [opaque()]))
+        with decode.receiver(1, leader.address) as receiver:
+            ended(receiver, KVPoll.FAILED)
+            assert receiver.failure is not None and receiver.failure.code is FailureCode.INCOMPATIBLE
+            assert "pool 'kv': an opaque page needs tp sizes that are equal, and they are 2 and 1" in receiver.failure.reason

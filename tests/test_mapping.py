@@ -117,8 +117,8 @@ def test_c90_the_number_of_pages_may_differ() -> None:
     assert why_not([KV], [msgspec.structs.replace(KV, num_pages=9)], ALONE, ALONE) is None
 
 
-def heads(total: int, page_bytes: int, dim: int = 2) -> PoolGeometry:
-    return PoolGeometry("kv", 8, 2, "uint8", (page_bytes,), (0,), ("",), Heads(total, dim))
+def heads(total: int, page_bytes: int, dim: int = 2, dtype: str = "") -> PoolGeometry:
+    return PoolGeometry("kv", 8, 2, dtype, (page_bytes,), (0,), ("",), Heads(total, dim))
 
 
 @pytest.mark.parametrize(
@@ -127,6 +127,13 @@ def heads(total: int, page_bytes: int, dim: int = 2) -> PoolGeometry:
         (KV, KV, Place(tp_size=2), Place(), "an opaque page needs tp sizes that are equal, and they are 2 and 1"),
         (heads(8, 16), heads(8, 16), Place(tp_size=2), Place(tp_size=3), "8 heads cannot be shared out over tp 3"),
         (heads(8, 16), heads(8, 64), Place(tp_size=2), Place(), "page_bytes of a head of layer 0 is 4 here and 8 there"),
+        (
+            heads(8, 64, dtype="int8"),
+            heads(8, 64, dtype="int8"),
+            Place(tp_size=2),
+            Place(tp_size=2),
+            "x 4 heads of 2 in int8 are 16 (tp rank 0",
+        ),
         (heads(8, 15), heads(8, 30), Place(tp_size=2), Place(), "region 0 has pages of 15 bytes"),
         (heads(8, 16), heads(6, 12), Place(tp_size=2), Place(tp_size=2), "layout is Heads(total=8"),
     ],

@@ -278,6 +278,26 @@ def test_c71_decode_waits_for_the_last_rank_and_finds_all_again_when_the_leader_
                 moved(number(), address, decode, successor, middle, last)
 
 
+def test_t5_a_rank_that_has_done_its_part_may_close_while_the_others_go_on() -> None:
+    """The leader says success and closes; the other rank's tickets end afterwards."""
+    sizes = ("mha", "token", 2, 1, False)
+    with worker("prefill", "local") as leader, worker("prefill", "local") as other, worker("decode", "local") as decode:
+        address = leader.open(*sizes, range(1))
+        other.open(*sizes, range(1, 2), address)
+        decode.open("mha", "token", 1, 1, False)
+        room = number()
+        other.hold(room)
+        for side in (leader, other, decode):
+            side.hand_over(room, address)
+        assert leader.ended(room) == ["SUCCESS"]
+        leader.clear(room)
+        leader.close()
+        wait_until(lambda: decode.peers() == 1, what="decode to know that the leader has closed")
+        stays(lambda: decode.states(room) == ["TRANSFERRING"], 0.3)
+        other.release()
+        assert decode.ended(room) == other.ended(room) == ["SUCCESS"] and decode.wrong() == []
+
+
 def test_p2_a_killed_rank_ends_its_rooms_on_all_ranks() -> None:
     """One of four prefill ranks dies in the middle of a room: both groups learn it within the liveness limit, and keep nothing."""
     sizes = ("mha", "token", 4, 1, False)

@@ -253,7 +253,8 @@ class _Turn:
 
     def on_lost(self, event: Lost) -> None:
         life = self.live()
-        if life is not None and life.source(event.instance) is not None:
+        source = life.source(event.instance) if life is not None else None
+        if life is not None and source is not None and source.state is not KVPoll.SUCCESS:  # whose word is final (T5)
             self.lose_source(life, event)
         for drain in self.state.drains:
             if drain.party.instance == event.instance and not drain.published:

@@ -268,7 +268,7 @@ class _Turn(Turn):
         joined = tuple(item for item in life.joined if item[0].instance != gone)
         left = {party.rank for party, _ in joined} | {dest.party.rank for dest in life.dests}
         alone = any(party.rank not in left for party, _ in life.joined)  # no other instance has joined for its rank
-        bound = any(dest.party.instance == gone for dest in life.dests)
+        bound = any(dest.party.instance == gone and not dest.done for dest in life.dests)
         self.set_life(replace(life, joined=joined))
         if alone or bound:
             self.fail(event.reason, lost=gone)
@@ -289,7 +289,9 @@ class _Turn(Turn):
         if life is None:
             return
         waited_for = _WAITED_FOR[life.state]
-        if life.state is KVPoll.BOOTSTRAPPING and life.joined:
+        if life.state is KVPoll.BOOTSTRAPPING and life.dests:
+            waited_for = f"{life.n_dest - len(life.dests)} of {life.n_dest} destination ranks"
+        elif life.state is KVPoll.BOOTSTRAPPING and life.joined:
             waited_for = "a destination (a receiver has joined)"
         text = timed_out(self.state.room, event.timer.limit, waited_for, event.note)
         self.fail(Reason.of(FailureCode.TIMEOUT, text, "prefill", self.state.rank))

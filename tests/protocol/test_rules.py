@@ -348,6 +348,27 @@ def test_t3_destination_ranks_that_are_unlike_fail_the_room() -> None:
         assert prefill.poll() is KVPoll.FAILED and says in prefill.state.life.reason.text
 
 
+def test_t5_who_has_done_its_part_may_go() -> None:
+    """A sender rank that has said success, and a receiver rank that was told it."""
+    decode = gathering()
+    decode.take(Lost("S0", HERS))
+    assert decode.poll() is KVPoll.TRANSFERRING
+    decode.take(got(of(Status, 1, 4, KVPoll.SUCCESS, None, b""), rank=1))
+    assert decode.poll() is KVPoll.SUCCESS
+    assert gathering_after(Lost("S1", HERS)) is KVPoll.FAILED
+    prefill = half_done()
+    prefill.take(Lost("R0", HERS))
+    assert prefill.poll() is KVPoll.TRANSFERRING
+    prefill.take(Ended(Pair("R1", 1, 1), 1, True, True))
+    assert prefill.poll() is KVPoll.SUCCESS
+
+
+def gathering_after(event: Event) -> KVPoll:
+    decode = gathering()
+    decode.take(event)
+    return decode.poll()
+
+
 def half_done() -> Rank:
     """A sender of two destinations that has said success to the first."""
     prefill = Rank("S")
