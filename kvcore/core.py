@@ -340,20 +340,20 @@ class Core:
 
     # --- the end
 
-    def close(self) -> None:
+    def close(self, drain_s: float) -> None:
         """Take no new rooms, let transfers end for ``drain_s``, abort the rest, tell the peers, stop everything. Idempotent."""
         with self._close_lock:
             if self._closed:
                 return
             self.closing = True
             if KVPoll.TRANSFERRING in self._statuses():
-                log.info("closing: rooms in transfer have up to drain_s (%g s) to end", self.config.limits.drain_s)
-            self._wait_until(lambda: KVPoll.TRANSFERRING not in self._statuses(), self.config.limits.drain_s)
+                log.info("closing: rooms in transfer have up to drain_s (%g s) to end", drain_s)
+            self._wait_until(lambda: KVPoll.TRANSFERRING not in self._statuses(), drain_s)
             for side, room, _, record in self.table.states():
                 if record is not None and not record.status.terminal:
                     reason = Reason.of(FailureCode.SHUTDOWN, f"{self.instance} is shutting down", side, self.rank)
                     self.table.apply(side, room, ev.Fail(record.key.generation, reason))
-            self._wait_until(lambda: not self._has_last_words(), min(LAST_WORDS_S, self.config.limits.drain_s))
+            self._wait_until(lambda: not self._has_last_words(), min(LAST_WORDS_S, drain_s))
             self.channel.call(self._peers.farewell)
             self._stop_all()
             self._closed = True

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 
@@ -18,6 +21,24 @@ from kvcore.room import NOWHERE, PrefillGroup, Room, room_id
 from kvcore.states import FailureCode, KVPoll, Reason, RoomId, Side
 from kvcore.stats import ManagerStats
 
+log = logging.getLogger("kvcore.manager")
+
+EXIT_S = 0.5
+"""How long transfers may still go on where a process ends and a manager was not closed."""
+_open: set[Core] = set()
+
+
+def _close_all() -> None:
+    """An engine that still writes while the interpreter is taken down may crash it."""
+    while _open:
+        core = _open.pop()
+        log.warning("%s was not closed; closing it, since its process ends", core.instance)
+        core.close(min(EXIT_S, core.config.limits.drain_s))
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_open.clear)
+
 
 class KVManager:
     """One instance of one side (or both): its rooms, peers, backend and control plane. A context manager; leaving it closes it.
@@ -28,7 +49,9 @@ class KVManager:
     def __init__(self, config: Config, pools: Sequence[Pool]) -> None:
         if not isinstance(config, Config):
             raise ConfigError(f"config is {shown(config)}; pass a kvcore.Config")
+        self._process = os.getpid()
         self._core = Core(config, pools)
+        _open.add(self._core)
 
     @property
     def config(self) -> Config:
@@ -141,7 +164,10 @@ class KVManager:
 
     def close(self) -> None:
         """Take no new rooms, let transfers end for ``drain_s``, abort the rest, tell the peers, stop everything. Idempotent."""
-        self._core.close()
+        if self._process != os.getpid():  # a child of it has none of its threads, which are the parent's to stop
+            return log.warning("%s is of process %d, and is not closed in its child %d", self.instance, self._process, os.getpid())
+        self._core.close(self.config.limits.drain_s)
+        _open.discard(self._core)
 
     def __enter__(self) -> KVManager:
         return self

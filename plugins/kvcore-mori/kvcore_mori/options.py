@@ -20,8 +20,8 @@ class MoriOptions(BaseModel, extra="forbid", frozen=True):
     """RDMA: queue pairs that a transfer is spread over."""
     workers: int = Field(1, ge=1, le=64)
     """RDMA: threads that post large transfers in parallel, at most one for each queue pair; 1: the caller posts."""
-    poll_mode: Literal["polling", "event"] = "polling"
-    """RDMA: how mori's thread looks for completions. Either takes a whole core, see README."""
+    poll_mode: Literal["polling"] = "polling"
+    """RDMA: how mori's thread looks for completions. Its other mode, events, closes what is not its own, see README."""
     post_batch_size: int | None = Field(None, ge=1, le=8192)
     """RDMA: work requests posted at once; None: as many as a queue pair's share of a transfer is."""
     environment: dict[str, str] = Field(default_factory=dict)

@@ -60,7 +60,7 @@ def mapped() -> set[str]:
     return {line.split()[-1].rpartition("/")[2] for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()}
 
 
-@pytest.mark.parametrize("options", [{}, {"queue_pairs": 4, "workers": 2, "poll_mode": "event", "post_batch_size": 3}])
+@pytest.mark.parametrize("options", [{}, {"queue_pairs": 4, "workers": 2, "post_batch_size": 3}])
 def test_t1_scattered_pages_and_runs_arrive_by_moris_own_writes_and_nothing_else_is_written(
     scene: Stage, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,9 +88,9 @@ def test_options_reach_the_engine(scene: Stage, monkeypatch: pytest.MonkeyPatch)
     library = native.load()[0]
     original = library.RdmaBackendConfig
     monkeypatch.setattr(library, "RdmaBackendConfig", lambda **settings: given.append(settings) or original(**settings))
-    node = scene.node(queue_pairs=4, workers=2, poll_mode="event", post_batch_size=3, devices=native.rdma_devices())
+    node = scene.node(queue_pairs=4, workers=2, post_batch_size=3, devices=native.rdma_devices())
     modes, notifies = library.PollCqMode, {"enable_notification": False}
-    changed = {"qp_per_transfer": 4, "post_batch_size": 3, "num_worker_threads": 2, "poll_cq_mode": modes.EVENT}
+    changed = {"qp_per_transfer": 4, "post_batch_size": 3, "num_worker_threads": 2, "poll_cq_mode": modes.POLLING}
     default = {"qp_per_transfer": 1, "post_batch_size": -1, "num_worker_threads": 1, "poll_cq_mode": modes.POLLING}
     assert native.os.environ["MORI_RDMA_DEVICES"] == ",".join(native.rdma_devices())
     scene.node()

@@ -175,6 +175,7 @@ def test_devices_are_those_of_libibverbs() -> None:
         {"devices": [""]},
         {"queue_pairs": 0},
         {"poll_mode": "sleep"},
+        {"poll_mode": "event"},
         {"port": 1},
     ],
 )

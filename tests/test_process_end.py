@@ -1,0 +1,54 @@
+"""How a process with managers ends: without ``close``, and as a fork of one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import BACKENDS, ROOT, SOON_S
+
+UNCLOSED = """
+import sys
+from tests.helpers import manager, memory, wait_until
+prefill, decode = [manager(role, memory(256, 2, 1 << 20), backend=sys.argv[1]) for role in ("prefill", "decode")]
+sender, receiver = prefill.sender(1), decode.receiver(1, prefill.address)
+receiver.receive(range(256))
+sender.send(range(256), last=sys.argv[2] == "all")
+wait_until(lambda: sender.poll().name in ("TRANSFERRING", "SUCCESS"))
+"""
+
+FORKED = """
+import os, sys
+from tests.helpers import duo
+with duo("local") as both:
+    child = os.fork()
+    if not child:
+        both.prefill.close()
+        both.decode.close()
+        sys.exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    both.transfer([1, 2], [3, 4])
+    print("the parent goes on")
+"""
+
+
+def ended(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=6 * SOON_S, check=False)
+
+
+@pytest.mark.parametrize("sent", ["all", "some"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_manager_that_is_not_closed_is_closed_when_the_process_ends_also_in_mid_transfer(backend: str, sent: str) -> None:
+    done = ended(UNCLOSED, backend, sent)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("was not closed; closing it, since its process ends") == 2 and "Traceback" not in done.stderr
+
+
+def test_a_manager_is_not_closed_by_a_fork_of_its_process() -> None:
+    done = ended(FORKED)
+    assert (done.returncode, done.stdout) == (0, "the parent goes on\n"), done.stderr
+    assert done.stderr.count("is not closed in its child") >= 2
