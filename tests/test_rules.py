@@ -237,6 +237,7 @@ def test_r4_pages_are_fenced_by_the_end_of_a_process_that_the_engine_needs_to_wr
     with running(fake) as [pair]:
         pair.pair()
         _, receiver = published(pair)
+        monkeypatch.setattr(pair.prefill._core._peers, "_check", lambda peer, now: None)  # only decode takes the other for gone
         monkeypatch.setattr(peers, "known_gone", lambda process: True)
         ended(receiver, KVPoll.FAILED)
         assert receiver.failure is not None and "its process is gone" in receiver.failure.reason
