@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,19 +26,13 @@ log = logging.getLogger("kvcore.manager")
 
 EXIT_S = 0.5
 """How long transfers may still go on where a process ends and a manager was not closed."""
-_open: set[Core] = set()
 
 
-def _close_all() -> None:
+def _close_at_exit(core: Core, process: int) -> None:
     """An engine that still writes while the interpreter is taken down may crash it."""
-    while _open:
-        core = _open.pop()
+    if process == os.getpid():
         log.warning("%s was not closed; closing it, since its process ends", core.instance)
         core.close(min(EXIT_S, core.config.limits.drain_s))
-
-
-atexit.register(_close_all)
-os.register_at_fork(after_in_child=_open.clear)
 
 
 class KVManager:
@@ -51,7 +46,8 @@ class KVManager:
             raise ConfigError(f"config is {shown(config)}; pass a kvcore.Config")
         self._process = os.getpid()
         self._core = Core(config, pools)
-        _open.add(self._core)
+        self._at_exit = functools.partial(_close_at_exit, self._core, self._process)
+        atexit.register(self._at_exit)
 
     @property
     def config(self) -> Config:
@@ -167,7 +163,7 @@ class KVManager:
         if self._process != os.getpid():  # a child of it has none of its threads, which are the parent's to stop
             return log.warning("%s is of process %d, and is not closed in its child %d", self.instance, self._process, os.getpid())
         self._core.close(self.config.limits.drain_s)
-        _open.discard(self._core)
+        atexit.unregister(self._at_exit)
 
     def __enter__(self) -> KVManager:
         return self

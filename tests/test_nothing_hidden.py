@@ -85,6 +85,8 @@ BOUNDED = {
     f"{TABLE}._timers._queues": 32,  # one for each delay: limits, and steps of repetition
     f"{CORE}._metrics._counts": 40,  # by code and port
     f"{CORE}._metrics._sums": 4,  # by side
+    "kvcore.mapping._pairs": 1024,  # by layouts, sizes and turn
+    "kvcore.mapping._writers": 1024,
     "backend._fences": 1024,  # the newest of the peers that were fenced
 }
 """The most entries of what is bounded by a constant; only this may last."""
