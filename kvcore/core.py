@@ -96,7 +96,7 @@ class Core:
         self._peers = Peers(me, limits.send_s, backend.hooks, backend.info.capabilities, self)
         self._ledger = Ledger(
             backend.hooks, backend.info.capabilities, Layout.of(me.pools, regions), limits.ticket_s, self._metrics,
-            lambda instance: self._peers.peer("prefill", instance), self._ticket_ended, self._path_broken, lambda: self.table.receiving > 0,
+            lambda instance: self._peers.peer("prefill", instance), self._ticket_ended, self._path_broken, self.table,
             rank=self.rank,
         )  # fmt: skip
         bind = addresses.Address(addresses.parse_host(config.bind or config.host, "bind"), config.port)

@@ -22,7 +22,7 @@ from kvcore.planner import Layout
 from kvcore.protocol import events as ev
 from kvcore.room import Chunk, Room
 from kvcore.states import FailureCode, Reason, RoomKey
-from kvcore.tickets import Entry, Part, PeerView, transfers
+from kvcore.tickets import Entry, Incoming, Part, PeerView, transfers
 from kvcore.workers import STUCK_PER_WORKER, Job, Workers
 
 log = logging.getLogger("kvcore.ledger")
@@ -30,6 +30,7 @@ log = logging.getLogger("kvcore.ledger")
 SPIN_S = 0.0002
 SHORTEST_WAIT_S = 0.00005
 LONGEST_WAIT_S = 0.02
+LONGEST_LISTEN_S = 0.2  # of a target that must work, to which no sender has said that it writes
 LAST_RETRY_S = 0.1
 LANE_PARTS = 2  # of a ticket at once, so that a lane never waits for the next
 
@@ -47,13 +48,13 @@ class Ledger:
         peer: Callable[[str], PeerView | None],
         ended: Callable[[Room, ev.Ended], None],
         broken: Callable[[str, str], None],
-        receiving: Callable[[], bool],
+        incoming: Incoming,
         clock: Callable[[], float] = time.monotonic,
         rank: int = 0,
     ) -> None:
         self._hooks, self._capabilities, self._local = FastHooks(hooks, clock), capabilities, local
         self._ticket_s, self._metrics, self._clock, self._rank = ticket_s, metrics, clock, rank
-        self._peer, self._ended, self._broken, self._receiving = peer, ended, broken, receiving
+        self._peer, self._ended, self._broken, self._incoming = peer, ended, broken, incoming
         self._commands: deque[Callable[[], None]] = deque()
         self._entries: dict[tuple[ev.Pair, RoomKey, int], Entry] = {}
         self._to_forget = self._forgotten = 0
@@ -114,14 +115,9 @@ class Ledger:
         return self._workers.join(timeout_s)
 
     @property
-    def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
-
-    @property
     def healthy(self) -> bool:
-        """Whether the thread runs, and not too many workers are stuck."""
-        return self.alive and self._workers.healthy
+        """Whether the thread runs and not too many workers are stuck."""
+        return self._thread.is_alive() and self._workers.healthy
 
     def sizes(self) -> dict[str, int]:
         """Orders not taken yet; workers, lanes and stuck workers of a ``blocking`` backend."""
@@ -168,7 +164,8 @@ class Ledger:
             self.backend_rooms = self.backend_rooms if held is None else held
             self._bell.wait(LONGEST_WAIT_S if held is None else None)
         elif quiet_s > SPIN_S:
-            self._bell.wait(min(max(quiet_s / 32, SHORTEST_WAIT_S), LONGEST_WAIT_S))
+            longest = LONGEST_WAIT_S if self._entries or self._incoming.arriving else LONGEST_LISTEN_S
+            self._bell.wait(min(max(quiet_s / 32, SHORTEST_WAIT_S), longest))
         self._bell.clear()
 
     def _at_rest(self) -> bool:
@@ -178,7 +175,7 @@ class Ledger:
         return all(entry.unproven and not entry.running for entry in self._entries.values())
 
     def _must_progress(self) -> bool:
-        return self._capabilities.needs_progress and bool(self._entries or self._receiving())
+        return self._capabilities.needs_progress and bool(self._entries or self._incoming.receiving)
 
     def turn(self) -> bool:
         """One round, on the progress thread; True if anything moved."""

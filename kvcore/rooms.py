@@ -79,8 +79,8 @@ class RoomTable:
         self._timers: Timers[tuple[Side, RoomId, ev.Timer | None]] = Timers()
         self._records: WeakValueDictionary[RoomKey, Room] = WeakValueDictionary()
         self._orphans = 0
-        self.receiving = 0
-        """Decode-side slots: while there are any, an engine whose target must work is driven."""
+        self.receiving = self.arriving = 0
+        """Decode-side slots, and those of them to which data may be on its way: an engine whose target must work is driven."""
         self.generation = 0
         """The highest generation given out."""
         orphan_s = limits["orphan_s"] or 0.0
@@ -182,6 +182,7 @@ class RoomTable:
                 self._arm((side, room, timer), delay, now)
         slot.timers = wanted
         self._orphans += _is_orphan(slot.state) - _is_orphan(before)
+        self.arriving += _arrives(slot.state) - _arrives(before)
         if slot.state.empty:
             if self._slots.pop((side, room), None) is not None:
                 self.receiving -= side == "decode"
@@ -357,6 +358,12 @@ class RoomTable:
 
 def _is_orphan(state: State) -> bool:
     return isinstance(state, sender_state.Sender) and bool(state.waiting)
+
+
+def _arrives(state: State) -> bool:
+    if not isinstance(state, receiver_state.Receiver):
+        return False
+    return bool(state.drains) or (state.life is not None and state.life.state is KVPoll.TRANSFERRING)
 
 
 def _kept(state: State) -> tuple[object, ...]:

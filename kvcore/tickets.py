@@ -31,6 +31,13 @@ class PeerView(Protocol):
     def heard_lately(self, now: float) -> bool: ...
 
 
+class Incoming(Protocol):
+    """Rooms in which this side is written to: all, and those to which data may be on its way."""
+
+    receiving: int
+    arriving: int
+
+
 @dataclass(eq=False, slots=True)
 class Part:
     """A transfer as the engine has it: its ticket once posted, and when it may be posted again.

@@ -39,6 +39,14 @@ _numbers = itertools.count(1)
 _never = threading.Event()
 
 
+@dataclass
+class Incoming:
+    """Rooms in which a side is written to: all, and those to which data may be on its way."""
+
+    receiving: int = 0
+    arriving: int = 0
+
+
 def number() -> int:
     """A room number that no other test uses."""
     return next(_numbers)

@@ -28,7 +28,7 @@ from tests.fake_backends import (
     failed,
     install,
 )
-from tests.helpers import SOON_S, stays, wait_until
+from tests.helpers import SOON_S, Incoming, stays, wait_until
 
 
 class OddError(BaseException):
@@ -69,7 +69,7 @@ class Bench:
             lambda name: self.peer,
             self._ended,
             lambda name, text: self.broken.append(text),
-            lambda: False,
+            Incoming(),
         )
         self.ledger.open()
 
@@ -243,7 +243,7 @@ def test_t7_news_that_nobody_can_take_loses_no_other_ticket(bench: Callable[...,
     one.backend.held.clear()
     wait_until(lambda: len(one.told) == 3)
     assert all(event.ok for event in one.told)
-    assert one.ledger.tickets == 0 and one.ledger.alive
+    assert one.ledger.tickets == 0 and one.ledger.healthy
     assert len(rooms) == 3
 
 

@@ -27,7 +27,7 @@ from kvcore.protocol.messages import Drained, PoolPages
 from kvcore.protocol.sender_state import Dest, Life
 from kvcore.room import Chunk, Ready, Room
 from kvcore.states import RoomId, RoomKey
-from tests.helpers import BACKENDS, Duo, Flag, able, duo, ended, fences, full_stores, manager, memory, number, stays, wait_until
+from tests.helpers import BACKENDS, Duo, Flag, Incoming, able, duo, ended, fences, full_stores, manager, memory, number, stays, wait_until
 
 PAGES = [3, 8, 1]
 LIMITS = {"liveness_s": 1.5, "ticket_s": 0.3, "quarantine_s": 2.0, "orphan_s": 0.5}
@@ -94,6 +94,7 @@ class Bench:
     ledger: Ledger
     peer: PeerOf
     metrics: Metrics
+    incoming: Incoming
     told: list[ev.Ended] = field(default_factory=list)
     broken: list[tuple[str, str]] = field(default_factory=list)
 
@@ -117,16 +118,16 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     capabilities = getattr(request, "param", Capabilities())
     pool = Pool.from_tensors("kv", memory(8), page_size=16)
     layout = Layout.of((pool.geometry,), pool.regions)
-    engine, peer, metrics = Engine(), PeerOf(layout), Metrics()
+    engine, peer, metrics, incoming = Engine(), PeerOf(layout), Metrics(), Incoming()
     made: Bench
     ledger = Ledger(
         engine, capabilities, layout, 0.4, metrics, lambda instance: peer if instance == "peer" else None,  # type: ignore[arg-type]
-        lambda room, event: made.told.append(event), lambda instance, text: made.broken.append((instance, text)), lambda: False,
+        lambda room, event: made.told.append(event), lambda instance, text: made.broken.append((instance, text)), incoming,
     )  # fmt: skip
-    made = Bench(engine, ledger, peer, metrics)
+    made = Bench(engine, ledger, peer, metrics, incoming)
     ledger.open()
     yield made
-    assert ledger.stop(5) and not ledger.alive and ledger.stop(5)
+    assert ledger.stop(5) and not ledger.healthy and ledger.stop(5)
 
 
 def test_a_ticket_ends_once_with_its_bytes_counted(bench: Bench) -> None:
@@ -353,7 +354,7 @@ def test_t7_a_poll_that_raises_for_one_ticket_fails_that_one(bench: Bench) -> No
     bench.start()
     bench.start(chunk=2)
     ends = {end.chunk: end for end in bench.wait(2)}
-    assert ends[2].ok and not ends[1].ok and bench.ledger.alive
+    assert ends[2].ok and not ends[1].ok and bench.ledger.healthy
 
 
 def test_t7_a_broken_path_is_reported(bench: Bench) -> None:
@@ -375,7 +376,7 @@ def test_t7_housekeeping_hooks_that_raise_end_nothing(bench: Bench, monkeypatch:
     wait_until(lambda: bench.ledger.pending_clears == 0)
     bench.engine.states[1] = DONE
     bench.wait()
-    assert bench.ledger.alive
+    assert bench.ledger.healthy
 
 
 def test_without_tickets_nothing_is_polled(bench: Bench) -> None:
@@ -404,6 +405,27 @@ def test_an_engine_that_needs_it_is_driven_while_a_ticket_is_in_flight(bench: Be
     bench.wait()
     count = len(driven)
     stays(lambda: len(driven) <= count + 1, 0.1)
+
+
+@pytest.mark.parametrize("bench", [Capabilities(needs_progress=True)], indirect=True)
+def test_an_engine_whose_target_must_work_is_driven_seldom_until_a_sender_says_that_it_writes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcore.ledger.LONGEST_WAIT_S", 0.001)
+    driven: list[float] = []
+    bench.engine.kvcore_progress = lambda: driven.append(time.monotonic())  # type: ignore[attr-defined]
+
+    def rate() -> int:
+        bench.ledger.wake()
+        stays(lambda: True, 0.5)
+        driven.clear()
+        stays(lambda: True, 0.3)
+        return len(driven)
+
+    bench.incoming.receiving = 1
+    seldom = rate()
+    bench.incoming.arriving = 1
+    assert 0 < seldom < rate() / 3
 
 
 # --- R: release safety of running managers

@@ -79,7 +79,7 @@ class Node:
         self.table = world.modules.rooms.RoomTable(limits.table, 0, self, world.clock)
         self.ledger = world.modules.ledger.Ledger(
             self.engine, Capabilities(max_descriptors=1 if split else None), self.layout, limits.ticket_s, Metrics(), self.peers_get,
-            self._ended, self._broken, lambda: False, world.clock,
+            self._ended, self._broken, self.table, world.clock,
         )  # fmt: skip
         self.peers: dict[str, Peer] = {}
         self.departed: dict[str, bool] = {}

@@ -80,13 +80,15 @@ class Rules:
 
     def _check_table(self, node: Node) -> None:
         """S4: a record says what its slot says; S8, C7: the timers are those that the stored states want, and no others."""
-        wanted = slots = 0
+        wanted = slots = arriving = 0
         for _, room, state, record in node.table.states():
             slots += 1
             if (record.life if record is not None else None) is not state.life:
                 raise Violation("S4", f"room {room} at {node.name}: the record has {record and record.life}, the slot {state.life}")
             if state.empty:
                 raise Violation("C7", f"room {room} at {node.name}: an empty slot is kept")
+            if isinstance(state, receiver_state.Receiver):
+                arriving += bool(state.drains) or (state.life is not None and state.life.state is KVPoll.TRANSFERRING)
             facts = sender_state if isinstance(state, sender_state.Sender) else receiver_state
             wanted += sum(node.limits.table[timer.limit] is not None for timer in facts.timers(state)) + bool(facts.resend(state))  # type: ignore[arg-type]
         timers = node.table.sizes()["timers"]
@@ -94,6 +96,8 @@ class Rules:
             raise Violation("S8" if timers < wanted else "C7", f"{node.name} has {timers} timers where its rooms want {wanted}")
         if node.table.receiving != (slots if node.side == "decode" else 0):
             raise Violation("C7", f"{node.name} counts {node.table.receiving} receiving slots of {slots}")
+        if node.table.arriving != arriving:
+            raise Violation("C7", f"{node.name} counts {node.table.arriving} slots with data on its way, of {arriving}")
 
     def _check_write(self, node: Node, write: Write, timely: bool) -> None:
         """R1, R5: while a write may touch pages, nobody calls them safe by evidence; S8: a ticket past its limit fails its room."""
