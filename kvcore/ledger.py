@@ -52,7 +52,7 @@ class Ledger:
         clock: Callable[[], float] = time.monotonic,
         rank: int = 0,
     ) -> None:
-        self._hooks, self._capabilities, self._local = FastHooks(hooks, clock), capabilities, local
+        self._hooks, self._capabilities, self._local = FastHooks(hooks), capabilities, local
         self._ticket_s, self._metrics, self._clock, self._rank = ticket_s, metrics, clock, rank
         self._peer, self._ended, self._broken, self._incoming = peer, ended, broken, incoming
         self._commands: deque[Callable[[], None]] = deque()
@@ -153,8 +153,7 @@ class Ledger:
                 log.exception("the progress thread goes on after an error")
                 busy = False
             now = self._clock()
-            if busy:
-                idle_since = now
+            idle_since = now if busy else idle_since
             self._rest(now - idle_since)
 
     def _rest(self, quiet_s: float) -> None:
@@ -164,7 +163,7 @@ class Ledger:
             self.backend_rooms = self.backend_rooms if held is None else held
             self._bell.wait(LONGEST_WAIT_S if held is None else None)
         elif quiet_s > SPIN_S:
-            longest = LONGEST_WAIT_S if self._entries or self._incoming.arriving else LONGEST_LISTEN_S
+            longest = LONGEST_WAIT_S if self._flowing else LONGEST_LISTEN_S
             self._bell.wait(min(max(quiet_s / 32, SHORTEST_WAIT_S), longest))
         self._bell.clear()
 
@@ -173,6 +172,10 @@ class Ledger:
         if self._commands or self._hooks.owed or self._must_progress():
             return False
         return all(entry.unproven and not entry.running for entry in self._entries.values())
+
+    @property
+    def _flowing(self) -> bool:
+        return bool(self._entries or self._incoming.arriving)
 
     def _must_progress(self) -> bool:
         return self._capabilities.needs_progress and bool(self._entries or self._incoming.receiving)
@@ -184,7 +187,7 @@ class Ledger:
         for _ in range(len(self._commands)):
             self._guarded(self._commands.popleft())
         if self._must_progress():
-            moved |= self._hooks.progress()
+            moved |= self._hooks.progress() and self._flowing
         for entry in list(self._entries.values()):
             moved |= self._post(entry, now)
         moved |= self._poll()
