@@ -2,42 +2,44 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import asyncio
+from typing import TYPE_CHECKING
 
 from kvcore.errors import KVCoreError, shown
 from kvcore.http import Refusal
+from kvcore.room import room_id
 
 if TYPE_CHECKING:
     from aiohttp import web
 
+    from kvcore.overview import Overview
 
-class Watched(Protocol):
-    """What the port shows."""
-
-    @property
-    def healthy(self) -> bool: ...
-    def metrics_text(self) -> str: ...
-    def story(self, room: int, attempt: int) -> str: ...
+ANSWERS_S = 1.0
+"""How long a room's other instances have to tell what they know."""
 
 
-def admin_app(watched: Watched) -> web.Application:
+def admin_app(overview: Overview) -> web.Application:
     """The application served at ``Config.admin``: ``/health``, ``/metrics``, ``/rooms/N`` (``?attempt=``)."""
     from aiohttp import web
 
     async def health(_request: web.Request) -> web.Response:
-        return web.json_response({"ok": watched.healthy}, status=200 if watched.healthy else 503)
+        troubles = overview.troubles()
+        return web.json_response({"ok": not troubles, "reasons": troubles}, status=503 if troubles else 200)
 
     async def metrics(_request: web.Request) -> web.Response:
-        return web.Response(body=watched.metrics_text().encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        return web.Response(body=overview.metrics_text().encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def room(request: web.Request) -> web.Response:
         number, attempt = request.match_info["number"], request.query.get("attempt", "0")
         if not (number.isascii() and number.isdigit() and attempt.isascii() and attempt.isdigit()):
             raise Refusal(400, f"room {shown(number)} attempt {shown(attempt)}: pass decimal numbers")
         try:
-            return web.Response(text=watched.story(int(number), int(attempt)))
+            name = room_id(int(number), int(attempt))
         except (KVCoreError, ValueError) as error:
             raise Refusal(400, str(error)) from error
+        with overview.stories.asking(name) as asked:
+            await asyncio.wait((asyncio.wrap_future(asked.complete),), timeout=ANSWERS_S)
+        return web.Response(text=asked.text())
 
     app = web.Application()
     app.add_routes([web.get("/health", health), web.get("/metrics", metrics), web.get("/rooms/{number}", room)])

@@ -18,6 +18,7 @@ import zmq
 
 from kvcore.addresses import Address
 from kvcore.errors import ConfigError
+from kvcore.pulse import Pulse
 from kvcore.wire import MAX_LETTER_BYTES
 
 log = logging.getLogger("kvcore.channel")
@@ -75,6 +76,7 @@ class Channel:
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._wake_read, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="kvcore-control", daemon=True)
+        self.pulse = Pulse(self._thread)
 
     def _bind(self, bind: Address, setting: str) -> int:
         try:
@@ -144,11 +146,6 @@ class Channel:
         return not self._thread.is_alive()
 
     @property
-    def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
-
-    @property
     def calls(self) -> int:
         """Calls that wait for the control thread."""
         return len(self._calls)
@@ -213,12 +210,16 @@ class Channel:
         self._close_sockets()
 
     def _turn(self) -> None:
+        self.pulse.began()
         self._take_calls()
         now = time.monotonic()
         wanted = self._on_tick(now)
         self._wake_at = now + IDLE_S if wanted is None else min(wanted, now + IDLE_S)
         wait_ms = 0 if self._calls else max(0, int((self._wake_at - now) * 1000) + 1)
-        for ready, _ in self._poller.poll(wait_ms):
+        self.pulse.rests()
+        came = self._poller.poll(wait_ms)
+        self.pulse.began()
+        for ready, _ in came:
             if ready == self._wake_read:
                 os.read(self._wake_read, 4096)
                 self._woken = False  # after the read: a wake in between is served by the turn that follows

@@ -27,6 +27,7 @@ from kvcore.logs import LimitsLog
 from kvcore.memory import Pool, Region, by_name
 from kvcore.metrics import Metrics
 from kvcore.observers import Observers
+from kvcore.overview import Overview
 from kvcore.pairing import Peer
 from kvcore.peers import Peers
 from kvcore.planner import Layout
@@ -38,9 +39,9 @@ from kvcore.rooms import RoomTable
 from kvcore.routes import Routes, Search
 from kvcore.slow import SlowThread
 from kvcore.states import FailureCode, KVPoll, Reason, RoomId, RoomKey, Side
-from kvcore.stats import ManagerStats
+from kvcore.stories import Stories
 from kvcore.whereabouts import Announcer, Whereabouts
-from kvcore.wire import Introduction, RoomBody
+from kvcore.wire import Explain, Introduction, RoomBody
 
 log = logging.getLogger("kvcore.core")
 
@@ -51,10 +52,6 @@ PRUNE_S = 1.0
 LAST_WORDS_S = 1.0
 """How long ``close`` waits for its last words to be acknowledged."""
 SIDES: tuple[Side, ...] = ("prefill", "decode")
-ROOM_STORES = (
-    "rooms", "tickets", "last_words", "marks", "waiting_joins", "drain_records", "unrouted_aborts", "slots", "timers", "watchers",
-    "searches", "ledger_tickets", "pending_clears", "backend_rooms",
-)  # fmt: skip
 
 
 class Core:
@@ -65,7 +62,7 @@ class Core:
         self.pools: Mapping[str, Pool] = by_name(pools)
         self.rank = config.topology.place.number
         self.instance = instance_id(config.role)
-        self.closing = self._closed = False
+        self._closed = False
         self._close_lock = threading.Lock()
         self._changed = threading.Event()
         self._collected: list[Room] = []
@@ -73,7 +70,6 @@ class Core:
         self._undo: list[Callable[[], object]] = []
         self._metrics = Metrics()
         self._limits_log = LimitsLog(log)
-        self._service: BootstrapService | None = None
         self._announcer: Announcer | None = None
         try:
             self._start()
@@ -106,7 +102,12 @@ class Core:
         self._http = HttpThread()
         self._undo.append(self._http.stop)
         self._directory = Directory(self._http)
+        self.stories = Stories(self)
         self.routes = Routes(self._directory, Whereabouts(self._http), self._peers, self.channel.call)
+        self.overview = Overview(
+            list(self.pools.values()), self._metrics, self.table, self._ledger, self._peers, self.routes, self.channel, self._slow,
+            self._http, self.observers, self.stories, self._collected,
+        )  # fmt: skip
         self.channel.start()
         self._ledger.open()
         self._http.start()
@@ -119,14 +120,16 @@ class Core:
         self.admin_address = ""
         if config.admin is not None:
             admin = addresses.parse(config.admin, "admin", any_port=True)
-            self.admin_address = str(addresses.Address(admin.host, self._http.serve(admin_app(self), admin.host, admin.port, "admin")))
+            self.admin_address = str(
+                addresses.Address(admin.host, self._http.serve(admin_app(self.overview), admin.host, admin.port, "admin"))
+            )
         self.address = str(addresses.Address(published, self.channel.port))
         if config.role == "decode":
             return
         info = RankInfo(self.rank, me.place.total, self.address, self.instance, me.order, me.backend, me.place)
         if config.bootstrap is None:
-            self._service = BootstrapService(me.place.total)
-            port = self._http.serve(self._service.app(), host, config.bootstrap_port, "bootstrap_port")
+            self.overview.service = BootstrapService(me.place.total)
+            port = self._http.serve(self.overview.service.app(), host, config.bootstrap_port, "bootstrap_port")
         leader = addresses.Address(published, port) if config.bootstrap is None else addresses.parse(config.bootstrap, "bootstrap")
         self.address = str(leader)
         tellers: list[Registrar | Announcer] = [Registrar(self._http, leader, info)]
@@ -139,57 +142,22 @@ class Core:
 
     # --- for people
 
-    def stats(self) -> ManagerStats:
-        """What this manager holds now."""
-        stores = self._service.sizes() if self._service is not None else {}
-        stores |= self.table.sizes() | self.routes.sizes() | self._peers.sizes() | self._ledger.sizes()
-        stores |= {
-            "ledger_tickets": self._ledger.tickets,
-            "pending_clears": self._ledger.pending_clears,
-            "backend_rooms": self._ledger.backend_rooms,
-            "events": len(self.observers),
-            "records": self.table.records,
-            "collected": len(self._collected),
-            "control_calls": self.channel.calls,
-            "slow_calls": self._slow.calls,
-            "http_calls": self._http.calls,
-        }
-        counters = self._counted().counters()
-        return ManagerStats(
-            stores, ROOM_STORES, counters, self._ledger.tickets, self.quarantined_pages,
-            counters["kvcore_released_unproven_total"], self._ledger.pending_clears, len(self._peers.pairings),
-            self.channel.sockets, sum(thread.name.startswith("kvcore") for thread in threading.enumerate()),
-        )  # fmt: skip
-
-    @property
-    def quarantined_pages(self) -> int:
-        """Pages that wait for proof (R3)."""
-        return self._ledger.quarantined_pages + self.table.draining_pages()
-
-    def metrics_text(self) -> str:
-        """All metrics in the Prometheus text format."""
-        counts = {(side, state): 0 for side in ("prefill", "decode") for state in KVPoll}
-        for side, _, _, record in self.table.states():
-            if record is not None:
-                counts[side, record.status] += 1
-        rooms = [((("side", side), ("state", state.name)), float(count)) for (side, state), count in counts.items()]
-        return self._counted().text({"kvcore_rooms": rooms, "kvcore_quarantined_pages": [((), float(self.quarantined_pages))]})
-
-    def _counted(self) -> Metrics:
-        """The metrics, with what the ports counted themselves brought up to date."""
-        for port, count in {"control": self.channel.bad_messages, **self._http.bad_requests}.items():
-            self._metrics.set_count("kvcore_bad_messages_total", count, port=port)
-        return self._metrics
-
-    @property
-    def healthy(self) -> bool:
-        """Whether the threads that serve rooms run, and not too many workers of a blocking backend are stuck."""
-        return self.channel.alive and self._ledger.healthy and not self.closing
-
     def story(self, room: int, attempt: int) -> str:
         """What is known here of a room, on every side that this instance has."""
         name = room_id(room, attempt)
         return "".join(self.table.explain(side, name) for side in SIDES if self.config.role in (side, "both"))
+
+    def met(self, room: RoomId) -> set[str]:
+        """The other instances that took part in a room."""
+        return self.table.met(room) - {self.instance}
+
+    def ask(self, instance: str, question: Explain) -> bool:
+        """Ask a paired instance about a room; False if it is not paired."""
+        return self._peers.ask(instance, question)
+
+    def on_control(self, call: Callable[[], object]) -> None:
+        """Have something done on the control thread."""
+        self.channel.call(call)
 
     # --- what the table reaches (``rooms.Outside``); called under its lock
 
@@ -223,7 +191,7 @@ class Core:
 
     def why_not_reached(self, room: Room) -> str:
         """What a time-out's reason should add: why the other side was not reached."""
-        return self.routes.why(room.group.address) if room.group.address else self._service.why_not_ready() if self._service else ""
+        return self.routes.why(room.group.address) if room.group.address else self.overview.why_not_ready()
 
     def cancel(self, key: RoomKey) -> None:
         """Cancel a lifetime's tickets."""
@@ -345,7 +313,7 @@ class Core:
         with self._close_lock:
             if self._closed:
                 return
-            self.closing = True
+            self.overview.closing = True
             if KVPoll.TRANSFERRING in self._statuses():
                 log.info("closing: rooms in transfer have up to drain_s (%g s) to end", drain_s)
             self._wait_until(lambda: KVPoll.TRANSFERRING not in self._statuses(), drain_s)
@@ -372,7 +340,6 @@ class Core:
             self._changed.clear()
 
     def _stop_all(self) -> None:
-        self.closing = True
         while self._undo:
             try:
                 self._undo.pop()()

@@ -20,6 +20,7 @@ from kvcore.hookspecs import RETRY, Capabilities, Hooks, Ticket, TicketKind, Tic
 from kvcore.metrics import Metrics
 from kvcore.planner import Layout
 from kvcore.protocol import events as ev
+from kvcore.pulse import Pulse
 from kvcore.room import Chunk, Room
 from kvcore.states import FailureCode, Reason, RoomKey
 from kvcore.tickets import Entry, Incoming, Part, PeerView, transfers
@@ -59,12 +60,13 @@ class Ledger:
         self._entries: dict[tuple[ev.Pair, RoomKey, int], Entry] = {}
         self._to_forget = self._forgotten = 0
         parallel = 1 if capabilities.exclusive else capabilities.parallel
-        self._workers = Workers(parallel, 1 if capabilities.exclusive else STUCK_PER_WORKER * parallel)
+        self.workers = Workers(parallel, 1 if capabilities.exclusive else STUCK_PER_WORKER * parallel)
         self._bell = threading.Event()
         self._stopping = False
         self.backend_rooms = 0
         """Lifetimes that the backend held something for when the ledger last had nothing to do (B4)."""
         self._thread = threading.Thread(target=self._run, name="kvcore-progress", daemon=True)
+        self.pulse = Pulse(self._thread)
 
     # --- from any thread
 
@@ -108,20 +110,15 @@ class Ledger:
         self._bell.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
-        return self._workers.stop(max(0.0, deadline - time.monotonic())) and not self._thread.is_alive()
+        return self.workers.stop(max(0.0, deadline - time.monotonic())) and not self._thread.is_alive()
 
     def join(self, timeout_s: float) -> bool:
         """After the engine was closed: wait for workers that were still in it; whether all have ended."""
-        return self._workers.join(timeout_s)
-
-    @property
-    def healthy(self) -> bool:
-        """Whether the thread runs and not too many workers are stuck."""
-        return self._thread.is_alive() and self._workers.healthy
+        return self.workers.join(timeout_s)
 
     def sizes(self) -> dict[str, int]:
         """Orders not taken yet; workers, lanes and stuck workers of a ``blocking`` backend."""
-        return {"orders": len(self._commands)} | self._workers.sizes()
+        return {"orders": len(self._commands)} | self.workers.sizes()
 
     @property
     def tickets(self) -> int:
@@ -147,6 +144,7 @@ class Ledger:
     def _run(self) -> None:
         idle_since = self._clock()
         while not self._stopping:
+            self.pulse.began()
             try:
                 busy = self.turn()
             except BaseException:
@@ -154,6 +152,7 @@ class Ledger:
                 busy = False
             now = self._clock()
             idle_since = now if busy else idle_since
+            self.pulse.rests()
             self._rest(now - idle_since)
 
     def _rest(self, quiet_s: float) -> None:
@@ -242,7 +241,7 @@ class Ledger:
         entry.running.append(part)
         if self._capabilities.blocking:
             part.job = Job(entry.pair.peer, lambda: self._work(entry, part))
-            return self._workers.put(part.job)
+            return self.workers.put(part.job)
         self._begin(entry, part, self._clock())
         self._returned(entry, part, self._call(entry, part))
 
@@ -346,7 +345,7 @@ class Ledger:
         """Post no more of a ticket: what waits, in a lane too, is taken out."""
         entry.waiting.clear()
         entry.coming = None
-        entry.running = [part for part in entry.running if part.job is None or not self._workers.take_out(part.job)]
+        entry.running = [part for part in entry.running if part.job is None or not self.workers.take_out(part.job)]
 
     def _limit(self, entry: Entry, now: float) -> None:
         late = [part for part in entry.running if now - part.since > self._ticket_s]
@@ -359,7 +358,7 @@ class Ledger:
         """Replace the workers that these parts block; only after what must not start any more was withdrawn."""
         for part in parts:
             if part.job is not None:
-                self._workers.write_off(part.job)
+                self.workers.write_off(part.job)
 
     def _cancel(self, key: RoomKey) -> None:
         running: list[Part] = []

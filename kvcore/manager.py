@@ -6,6 +6,7 @@ import atexit
 import functools
 import logging
 import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 
@@ -94,8 +95,8 @@ class KVManager:
     def _open(self, side: Side, room: RoomId, group: PrefillGroup = NOWHERE) -> Room:
         if self.config.role not in (side, "both"):
             raise RoomError(f"room {room}: this manager's role is {self.config.role!r}; open its {side} side on a manager of that role")
-        record = None if self._core.closing else self._core.table.open(side, room, group)
-        if self._core.closing:  # looked at again: nobody would end a room opened behind the back of ``close``
+        record = None if self._core.overview.closing else self._core.table.open(side, room, group)
+        if self._core.overview.closing:  # looked at again: nobody would end a room opened behind the back of ``close``
             if record is not None:
                 self._core.table.clear(record)
             raise RoomError(f"room {room}: this manager is closing and takes no new rooms; use another instance")
@@ -122,9 +123,17 @@ class KVManager:
         """The states of many handles, in order."""
         return [handle.poll() for handle in handles]
 
-    def explain(self, room: int, attempt: int = 0, side: Side | None = None) -> str:
-        """What is known here of a room: its history, and what is kept for it."""
-        return self._core.table.explain(self._side(side), room_id(room, attempt))
+    def explain(self, room: int, attempt: int = 0, side: Side | None = None, wait_s: float = 1.0) -> str:
+        """What happened to a room, on both sides, also for a while after it was cleared, and what is kept for it.
+
+        The only call that waits for other instances, up to ``wait_s`` seconds; with 0 it says what is known here. ``side``: only that.
+        """
+        name = room_id(room, attempt)
+        if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s < threading.TIMEOUT_MAX:
+            raise RoomError(f"room {name}: wait_s is {shown(wait_s)}; pass seconds, 0 to ask no other instance")
+        if side is not None:
+            return self._core.table.explain(self._side(side), name)
+        return self._core.stories.tell(name, wait_s)
 
     def _side(self, side: Side | None) -> Side:
         role = self.config.role
@@ -147,16 +156,22 @@ class KVManager:
 
     def stats(self) -> ManagerStats:
         """What this manager holds now."""
-        return self._core.stats()
+        return self._core.overview.stats()
 
     def metrics_text(self) -> str:
         """All metrics in the Prometheus text format."""
-        return self._core.metrics_text()
+        return self._core.overview.metrics_text()
+
+    @property
+    def troubles(self) -> list[str]:
+        """Why this instance cannot serve rooms as it should, a line each; empty while it is well: all its loops turn, not too many workers
+        of a blocking backend are stuck, not too many pages wait for proof, and it is not closing."""
+        return self._core.overview.troubles()
 
     @property
     def healthy(self) -> bool:
-        """Whether the threads that serve rooms run, and not too many workers of a blocking backend are stuck."""
-        return self._core.healthy
+        """Whether there are no ``troubles``."""
+        return not self.troubles
 
     def close(self) -> None:
         """Take no new rooms, let transfers end for ``drain_s``, abort the rest, tell the peers, stop everything. Idempotent."""

@@ -162,6 +162,8 @@ SUMMARIES = {
 GAUGES = {
     "kvcore_rooms": "Rooms stored, by side and state.",
     "kvcore_quarantined_pages": "Pages that wait for proof that no engine touches them.",
+    "kvcore_peers": "Instances that are paired.",
+    "kvcore_healthy": "1 if this instance is well, else 0; /health says why.",
 }
 
 

@@ -14,6 +14,7 @@ from kvcore.planner import Layout
 from kvcore.protocol.events import Party
 from kvcore.protocol.messages import Abort, Ack, Destination, Join
 from kvcore.states import FailureCode, RoomKey, Side
+from kvcore.stories import Stories
 from kvcore.wire import Introduction, RoomBody
 
 FIRST_HELLO_S = 0.2
@@ -114,6 +115,8 @@ class Departed:
 
 class Home(Protocol):
     """What the peers reach of their manager."""
+
+    stories: Stories
 
     def got(self, side: Side, message: RoomBody, party: Party) -> bool: ...
     def lost(self, instance: str, text: str, replaced: bool) -> None: ...

@@ -21,7 +21,23 @@ from kvcore.planner import Layout
 from kvcore.process import known_gone
 from kvcore.protocol.messages import RoomMessage
 from kvcore.states import FailureCode, Side
-from kvcore.wire import Body, Hello, Introduction, Letter, Ping, Refuse, RoomBody, Stranger, Welcome, checked, decode, encode, one_line
+from kvcore.wire import (
+    Body,
+    Explain,
+    Hello,
+    Introduction,
+    Letter,
+    Ping,
+    Refuse,
+    RoomBody,
+    Story,
+    Stranger,
+    Welcome,
+    checked,
+    decode,
+    encode,
+    one_line,
+)  # fmt: skip
 
 log = logging.getLogger("kvcore.peers")
 
@@ -58,6 +74,13 @@ class Peers:
         peer = self.peer(other_side(addressee(message)), instance)
         if peer is not None:
             self._write(peer.route, instance, message)
+
+    def ask(self, instance: str, question: Explain) -> bool:
+        """Ask a paired instance about a room; False if it is none."""
+        peer = self.peer("prefill", instance) or self.peer("decode", instance)
+        if peer is not None:
+            self._write(peer.route, instance, question)
+        return peer is not None
 
     def _write(self, route: Route, to: str, body: Body) -> None:
         self.channel.send(route, encode(self.me.instance, to, body), time.monotonic())
@@ -130,6 +153,11 @@ class Peers:
         if peer is None:  # where a hello of ours is out, it may be paired already from its side
             return self._write(route, letter.source, Ping() if self._greets(route) else Stranger())
         self._hear(peer, route)
+        if isinstance(body, Explain):
+            answer = self._home.stories.answer(body)
+            return self._write(route, letter.source, answer) if answer is not None else None
+        if isinstance(body, Story):
+            return self._home.stories.told(letter.source, body)
         if isinstance(body, RoomMessage) and not (peer.side == addressee(body) and self._home.got(peer.side, body, peer.party(body.room))):
             self.channel.note_bad(f"{type(body).__name__} of room {body.room} from {peer.instance} makes no sense here")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, cast
 
 from kvcore.errors import RoomError, shown
+from kvcore.flight import Entry
 from kvcore.memory import Indices
 from kvcore.metrics import Meter
 from kvcore.protocol import receiver_state, sender_state
@@ -61,7 +62,8 @@ class Room:
     """Receiver: the sender ranks that write each layer."""
     cleared: bool = False
     unproven: bool = False
-    history: list[tuple[float, str]] = field(default_factory=list)
+    history: list[Entry] = field(default_factory=list)
+    """Its states; the flight record has them too, but not for ever."""
 
     @property
     def status(self) -> KVPoll:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakValueDictionary
 
+from kvcore.flight import FlightRecord
 from kvcore.metrics import Meter
 from kvcore.protocol import events as ev, receiver, receiver_state, sender, sender_state
 from kvcore.protocol.messages import Join
@@ -79,6 +80,7 @@ class RoomTable:
         self._timers: Timers[tuple[Side, RoomId, ev.Timer | None]] = Timers()
         self._records: WeakValueDictionary[RoomKey, Room] = WeakValueDictionary()
         self._orphans = 0
+        self.flight = FlightRecord(clock)
         self.receiving = self.arriving = 0
         """Decode-side slots, and those of them to which data may be on its way: an engine whose target must work is driven."""
         self.generation = 0
@@ -113,6 +115,7 @@ class RoomTable:
             after, effects = _STEP[side](before, event)
             if after is before and not effects:
                 return
+            self.flight.note(side, room, event)
             slot.state = after
             self._bring_up_to_date(side, room, slot, before.life, group)
             self._store(side, room, slot, before)
@@ -165,8 +168,9 @@ class RoomTable:
     def _note_change(self, record: Room, old: KVPoll | None, now: float) -> None:
         life = record.life
         text = f"{life.state.name}: {life.reason}" if life.reason is not None else life.state.name
+        entry = self.flight.note(record.key.side, record.id, text)
         if len(record.history) < HISTORY:
-            record.history.append((now, text))
+            record.history.append(entry)
         record.meter.state(record.key.side, life.state, now)
         self._outside.changed(record, old)
 
@@ -202,6 +206,7 @@ class RoomTable:
         self._outside.wake_by(now + delay)
 
     def _carry_out(self, side: Side, room: RoomId, slot: _Slot, effect: ev.Effect) -> None:
+        self.flight.note(side, room, effect)
         if isinstance(effect, ev.Send):
             self._outside.send(effect)
         elif isinstance(effect, ev.Start):
@@ -242,6 +247,7 @@ class RoomTable:
     def _resend(self, side: Side, room: RoomId, slot: _Slot, now: float) -> None:
         sends = _RESEND[side](slot.state)
         for send in sends:
+            self.flight.note(side, room, send)
             self._outside.send(send)
         if sends:
             slot.resend_s = min(2 * slot.resend_s, self._last_resend_s * (1 - room.number % SPREAD / (2 * SPREAD)))
@@ -279,17 +285,18 @@ class RoomTable:
             return life is not None and life.generation == generation and not life.state.terminal and not life.sources
 
     def explain(self, side: Side, room: RoomId) -> str:
-        """A room's history and what is kept for it, a fact a line."""
+        """What the flight record has of a room, and what is kept for it, a fact a line."""
         with self.lock:
             slot = self._slots.get((side, room))
-            if slot is None:
-                return f"room {room} ({side}): nothing is stored; it was never opened here, or is cleared and told\n"
-            lines = [f"room {room} ({side})"]
-            if slot.room is not None:
-                first = slot.room.history[0][0]
-                lines += [f"  {at - first:9.3f} s  {text}" for at, text in slot.room.history]
-            lines += [f"  kept: {item}" for item in _kept(slot.state)]
-            return "\n".join(lines) + "\n"
+            history = slot.room.history if slot is not None and slot.room is not None else []
+            entries = {id(entry): entry for entry in (*history, *self.flight.of(side, room))}
+        kept = [f"  kept: {item}" for item in _kept(slot.state)] if slot is not None else ["  nothing is stored"]
+        return "\n".join([f"room {room} ({side})", *self.flight.lines(entries.values()), *kept]) + "\n"
+
+    def met(self, room: RoomId) -> set[str]:
+        """The other instances that took part in a room, as far as is known."""
+        entries = [entry for side in _STEP for entry in self.flight.of(side, room)]
+        return {entry.peer for entry in entries} - {""}
 
     def watch(self, record: Room, watcher: Callable[[], None]) -> Callable[[], None]:
         """Have ``watcher`` called after every change of a lifetime's room; returns how to stop."""

@@ -9,7 +9,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from kvcore.pulse import Pulse
+
 log = logging.getLogger("kvcore.slow")
+
+STILL_S = 120.0
+"""An engine that takes longer for one call, such as a connect, holds up all others."""
 
 T = TypeVar("T")
 
@@ -20,6 +25,7 @@ class SlowThread:
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.pulse = Pulse(self._thread, STILL_S)
         self._thread.start()
 
     def run(self, call: Callable[[], T]) -> Future[T]:
@@ -50,7 +56,9 @@ class SlowThread:
 
     def _run(self) -> None:
         while (work := self._calls.get()) is not None:
+            self.pulse.began()
             try:
                 work()
             except Exception:
                 log.exception("what followed a slow call failed; the thread goes on")
+            self.pulse.rests()

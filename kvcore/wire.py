@@ -14,7 +14,7 @@ from msgspec import Meta
 from kvcore import errors
 from kvcore.layouts import Place
 from kvcore.memory import PoolGeometry, Region
-from kvcore.protocol.messages import Abort, Ack, Destination, Drained, Here, Join, Layers, Relay, Status, Which
+from kvcore.protocol.messages import Abort, Ack, Attempt, Destination, Drained, Here, Join, Layers, Number, Relay, Status, Which
 from kvcore.states import FailureCode
 
 VERSION = (1, 0)
@@ -24,6 +24,7 @@ Instance = Annotated[str, Meta(max_length=64, pattern=r"^[!-~]*\Z")]
 """Printable ASCII without blanks: it is logged, so it may not forge lines."""
 Word = Annotated[str, Meta(max_length=128, pattern=r"^[ -~]*\Z")]
 MAX_TEXT = 1024
+MAX_STORY = 65_536
 Seconds = Annotated[float, Meta(gt=0)]
 Unsigned = Annotated[int, Meta(ge=0)]
 
@@ -113,7 +114,22 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """I am alive."""
 
 
-PeerBody = Hello | Welcome | Refuse | Stranger | Ping
+class Explain(msgspec.Struct, frozen=True, tag="explain"):
+    """What do you know of this room? ``question`` names the asking."""
+
+    question: Unsigned
+    room: Number
+    attempt: Attempt = 0
+
+
+class Story(msgspec.Struct, frozen=True, tag="story"):
+    """The answer, for people."""
+
+    question: Unsigned
+    text: Annotated[str, Meta(max_length=MAX_STORY)]
+
+
+PeerBody = Hello | Welcome | Refuse | Stranger | Ping | Explain | Story
 RoomBody = Join | Here | Destination | Status | Ack | Abort | Which | Drained | Layers | Relay
 Body = PeerBody | RoomBody
 

@@ -71,13 +71,13 @@ def running(fake: type[MemoryBackend], decodes: int = 1, **limits: float | None)
         _kept.clear()
 
 
-def start(duo: Duo, page: int = 1, room: int | None = None) -> tuple[Sender, Receiver]:
-    """A room of one page under way; its handles live as long as the managers do."""
+def start(duo: Duo, page: int = 1, room: int | None = None, pages: int = 1) -> tuple[Sender, Receiver]:
+    """A room of one page, or a few, under way; its handles live as long as the managers do."""
     handles = duo.open(room)
     _kept.append(handles)
     sender, receiver = handles
-    receiver.receive([page])
-    sender.send([page], last=True)
+    receiver.receive(range(page, page + pages))
+    sender.send(range(page, page + pages), last=True)
     return sender, receiver
 
 

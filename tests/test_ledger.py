@@ -127,7 +127,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     made = Bench(engine, ledger, peer, metrics, incoming)
     ledger.open()
     yield made
-    assert ledger.stop(5) and not ledger.healthy and ledger.stop(5)
+    assert ledger.stop(5) and ledger.pulse.trouble and ledger.stop(5)
 
 
 def test_a_ticket_ends_once_with_its_bytes_counted(bench: Bench) -> None:
@@ -356,7 +356,7 @@ def test_t7_a_poll_that_raises_for_one_ticket_fails_that_one(bench: Bench) -> No
     bench.start()
     bench.start(chunk=2)
     ends = {end.chunk: end for end in bench.wait(2)}
-    assert ends[2].ok and not ends[1].ok and bench.ledger.healthy
+    assert ends[2].ok and not ends[1].ok and bench.ledger.pulse.trouble == ""
 
 
 def test_t7_a_broken_path_is_reported(bench: Bench) -> None:
@@ -378,7 +378,7 @@ def test_t7_housekeeping_hooks_that_raise_end_nothing(bench: Bench, monkeypatch:
     wait_until(lambda: bench.ledger.pending_clears == 0)
     bench.engine.states[1] = DONE
     bench.wait()
-    assert bench.ledger.healthy
+    assert bench.ledger.pulse.trouble == ""
 
 
 def test_without_tickets_nothing_is_polled(bench: Bench) -> None:

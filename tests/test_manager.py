@@ -639,7 +639,7 @@ def test_the_admin_port_answers(pair: Duo) -> None:
                 with error:
                     return error.code, error.read().decode()
 
-        assert get("/health") == (200, '{"ok": true}')
+        assert get("/health") == (200, '{"ok": true, "reasons": []}')
         assert 'kvcore_rooms{side="prefill",state="BOOTSTRAPPING"} 1' in get("/metrics")[1]
         assert "BOOTSTRAPPING" in get("/rooms/7")[1] and "nothing is stored" in get("/rooms/7?attempt=2")[1]
         assert get("/rooms/x")[0] == get("/rooms/7?attempt=x")[0] == 400
@@ -647,37 +647,52 @@ def test_the_admin_port_answers(pair: Duo) -> None:
     assert pair.prefill.admin_address == ""
 
 
-UNWELL = ["closing", "its control thread has ended", "its workers are stuck"]
+UNWELL = {
+    "closing": "it is closing",
+    "its control thread has ended": "thread kvcore-control does not run",
+    "its control thread stands still": "thread kvcore-control has stood still for ",
+    "its workers are stuck": "too many workers are stuck",
+    "quarantine is full": "6 of 8 pages wait for proof",
+}
 
 
 @pytest.mark.parametrize("why", UNWELL)
 def test_health_is_503_while_rooms_cannot_be_served(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     fake, source, target = install(monkeypatch, BlockingBackend), memory(8, seed=3), memory(8)
     monkeypatch.setattr("kvcore.ledger.STUCK_PER_WORKER", 1)
-    stuck = why == "its workers are stuck"
+    full, lasts = why == "quarantine is full", why in ("closing", "its control thread has ended")
+    stuck = full or why == "its workers are stuck"
     limits = {"ticket_s": 0.3 if stuck else 9.0, "drain_s": SOON_S if why == "closing" else 0.2}
     with (
         manager("prefill", source, backend="fake", admin="127.0.0.1:0", limits=limits) as prefill,
         manager("decode", target, backend="fake") as decode,
     ):
 
-        def health() -> tuple[int, object]:
+        def health() -> tuple[int, Any]:
             return ask(prefill.admin_address, "GET", "/health")
 
-        assert health() == (200, {"ok": True})
-        gate = fake.made[0].gate(room := number())
+        def unwell() -> bool:
+            status, told = health()
+            return (status, told["ok"]) == (503, False) and any(reason.startswith(UNWELL[why]) for reason in told["reasons"])
+
+        assert health() == (200, {"ok": True, "reasons": []})
+        gate, freed = fake.made[0].gate(room := number()), threading.Event()
         try:
-            start(Duo(prefill, decode, source, target), 1, room)
+            start(Duo(prefill, decode, source, target), 1, room, 6 if full else 1)
             wait_until(lambda: gate.met)
             if why == "closing":
                 threading.Thread(target=prefill.close, daemon=True).start()
-            elif not stuck:
+            elif why == "its control thread stands still":
+                monkeypatch.setattr(prefill.control.pulse, "_still_s", 0.2)
+                prefill.control.call(lambda: freed.wait(SOON_S))
+            elif lasts:
                 prefill.control.stop(SOON_S)
-            wait_until(lambda: health() == (503, {"ok": False}), what=why)
+            wait_until(unwell, what=why)
         finally:
+            freed.set()
             fake.made[0].open_gates()
-        if stuck:
-            wait_until(lambda: health() == (200, {"ok": True}))
+        if not lasts:
+            wait_until(lambda: health() == (200, {"ok": True, "reasons": []}))
 
 
 # --- beginning and end

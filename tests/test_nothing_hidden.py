@@ -48,6 +48,8 @@ COVERED = {
     "control_calls": [f"{CORE}.channel._calls"],
     "slow_calls": [f"{CORE}._slow._calls"],
     "http_calls": [f"{CORE}._http._running"],
+    "flight_record": [f"{TABLE}.flight._ring"],
+    "questions": [f"{CORE}.stories._asked"],
     "searches": [f"{CORE}.routes._searches"],
     "groups": [f"{CORE}.routes._groups"],
     "directory_lookups": [f"{CORE}._directory._waiting"],
@@ -83,6 +85,7 @@ MOST_PARTS = 16
 
 BOUNDED = {
     f"{TABLE}._timers._queues": 32,  # one for each delay: limits, and steps of repetition
+    f"{TABLE}.flight._ring": 32_768,
     f"{CORE}._metrics._counts": 40,  # by code and port
     f"{CORE}._metrics._sums": 4,  # by side
     "kvcore.mapping._pairs": 1024,  # by layouts, sizes and turn

@@ -1,0 +1,131 @@
+"""The flight record: what happened to rooms here lately, in a ring, so that a room can be explained while it lives and after it is gone."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from datetime import datetime, timezone
+from typing import Any, NamedTuple
+
+from kvcore.errors import one_line
+from kvcore.protocol import events as ev
+from kvcore.protocol.messages import AnyRoomMessage, Destination, Status
+from kvcore.states import RoomId, Side
+
+MOST_ENTRIES = 32_768
+"""Entries of one manager; of more the oldest goes. A room takes about twenty."""
+
+
+class Entry(NamedTuple):
+    """One thing that happened to a room: at a monotonic time, and what, as text or as the event or effect that tells it."""
+
+    at: float
+    side: Side
+    room: RoomId
+    what: str | ev.Event | ev.Effect
+
+    @property
+    def text(self) -> str:
+        """In words, one line."""
+        return one_line(self.what if isinstance(self.what, str) else _WORDS[type(self.what)](self.what))
+
+    @property
+    def peer(self) -> str:
+        """The other instance that was part of it; "" if none was."""
+        what = self.what
+        if isinstance(what, ev.Send):
+            return what.to
+        if isinstance(what, ev.Got):
+            return what.source.instance
+        return what.pair.peer if isinstance(what, ev.Start | ev.Ended) else ""
+
+
+class FlightRecord:
+    """A bounded ring of entries. ``clock`` counts seconds and never goes back."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ring: deque[Entry] = deque(maxlen=MOST_ENTRIES)
+
+    def __len__(self) -> int:
+        return len(self._ring)
+
+    def note(self, side: Side, room: RoomId, what: str | ev.Event | ev.Effect) -> Entry:
+        """Add an entry. Costs well below a microsecond; what holds page lists or records is kept as the few words it is shown as."""
+        if type(what) in _HEAVY:
+            what = _lightened(what)
+        entry = Entry(self._clock(), side, room, what)
+        self._ring.append(entry)
+        return entry
+
+    def of(self, side: Side, room: RoomId) -> list[Entry]:
+        """What the ring still has of a room, in order."""
+        return [entry for entry in self._ring.copy() if entry.room == room and entry.side == side]
+
+    def lines(self, entries: Iterable[Entry]) -> list[str]:
+        """One line for each entry: UTC, seconds since the first, what happened."""
+        found = sorted(entries, key=lambda entry: entry.at)
+        wall = time.time() - self._clock()
+        return [
+            f"  {datetime.fromtimestamp(wall + entry.at, timezone.utc):%H:%M:%S.%f} {entry.at - found[0].at:+11.6f} s  {entry.text}"
+            for entry in found
+        ]
+
+
+_HEAVY = frozenset((ev.Got, ev.Send, ev.Hand, ev.Receive))
+
+
+def _lightened(what: Any) -> Any:
+    """The same without page lists and records, which would be kept alive by it."""
+    if isinstance(what, ev.Got | ev.Send) and isinstance(what.message, Destination | Status):
+        slim = _slim(what.message)
+        return ev.Send(what.to, slim) if isinstance(what, ev.Send) else ev.Got(slim, what.source)
+    return _WORDS[type(what)](what) if isinstance(what, ev.Hand | ev.Receive) else what
+
+
+def _slim(message: Destination | Status) -> Destination | Status:
+    names = message.room, message.attempt, message.rg, message.sg
+    return Destination(*names) if isinstance(message, Destination) else Status(*names, message.state, message.reason)
+
+
+def _message(message: AnyRoomMessage) -> str:
+    said = f" {message.state.name}" if isinstance(message, Status) else ""
+    reason = getattr(message, "reason", None)
+    return f"{type(message).__name__}{said} (receiver {message.rg or '?'}, sender {message.sg or '?'})" + (f": {reason}" if reason else "")
+
+
+def _handed(event: ev.Hand) -> str:
+    pages = ", ".join(f"{most} pages of {pool!r}" for pool, _, most in event.pages) or "no pages"
+    return f"a chunk was handed over: {pages}" + (", the last" if event.last else "")
+
+
+def _received(event: ev.Receive) -> str:
+    pages = ", ".join(f"{len(item.pages) // 4} pages of {item.pool!r}" for item in event.pages) or "no pages"
+    return f"the destination was handed over: {pages}"
+
+
+def _ended(event: ev.Ended) -> str:
+    how = "done" if event.ok else f"failed ({event.reason})" if event.reason else "failed"
+    return f"ticket of chunk {event.chunk} to {event.pair.peer}: {how}" + ("" if event.quiescent else "; its pages may still be in use")
+
+
+_WORDS: dict[type, Callable[[Any], str]] = {
+    ev.Open: lambda event: f"opened, generation {event.generation}",
+    ev.Hand: _handed,
+    ev.Receive: _received,
+    ev.Fail: lambda event: "failed here",
+    ev.Clear: lambda event: "cleared",
+    ev.Route: lambda event: "sender ranks: " + ", ".join(party.instance for party in event.parties),
+    ev.Got: lambda event: f"got {_message(event.message)} from {event.source.instance}",
+    ev.Ended: _ended,
+    ev.Lost: lambda event: f"peer {event.instance} was lost",
+    ev.Fenced: lambda event: f"peer {event.instance} touches no pages here any more",
+    ev.Timeout: lambda event: f"{event.timer.limit} ran out for {' '.join(map(str, event.timer.subject))}",
+    ev.Send: lambda effect: f"sent {_message(effect.message)} to {effect.to}",
+    ev.Start: lambda effect: f"ticket of chunk {effect.chunk} to {effect.pair.peer} started",
+    ev.Cancel: lambda effect: "its tickets are cancelled",
+    ev.Seek: lambda effect: "looks for its sender ranks",
+    ev.Forget: lambda effect: "the backend may drop what it holds",
+    ev.Unproven: lambda effect: f"pages released after quarantine_s without proof that {effect.pair.peer} left them",
+}
