@@ -159,8 +159,8 @@ class Routes:
         search.unlocate()
 
     def prune(self, now: float) -> None:
-        """Drop searches that no room wants any more; where ranks do not answer, ask whether they are elsewhere by now. Looks at ``MOST_PRUNED``
-        and goes on from there the next time."""
+        """Drop searches that no room wants any more; where ranks do not answer, ask whether they are elsewhere by now. At ``MOST_PRUNED``,
+        and the next time at those that follow."""
         for search in list(itertools.islice(self._searches, MOST_PRUNED)):
             del self._searches[search]
             self._searches[search] = None
