@@ -59,6 +59,7 @@ def application() -> "typer.Typer":
     from kvcore.bench.command import bench
     from kvcore.demo.command import demo
     from kvcore.doctor.command import backends, doctor
+    from kvcore.explain import explain
     from kvcore.new.command import new
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -77,7 +78,7 @@ def application() -> "typer.Typer":
         """Move the KV cache of requests from prefill to decode instances."""
         context.obj = debug
 
-    for command in (backends, doctor, demo, new):
+    for command in (backends, doctor, demo, explain, new):
         app.command()(command)
     app.add_typer(bench)
     return app

@@ -23,7 +23,7 @@ from kvcore.hookspecs import Event
 from kvcore.http import HttpThread
 from kvcore.introduction import introduction
 from kvcore.ledger import Ledger
-from kvcore.logs import LimitsLog
+from kvcore.logs import LimitsLog, about
 from kvcore.memory import Pool, Region, by_name
 from kvcore.metrics import Metrics
 from kvcore.observers import Observers
@@ -211,7 +211,8 @@ class Core:
                 peer.expired = max(peer.expired, effect.pair.rg)
         self._metrics.count("kvcore_released_unproven_total", pages)
         name = RoomId(key.number, key.attempt)
-        log.error("room %s: %d pages released after quarantine_s without proof that %s left them", name, pages, effect.pair.peer)
+        text = "room %s: %d pages released after quarantine_s without proof that %s left them"
+        log.error(text, name, pages, effect.pair.peer, extra=about(key, effect.pair.peer))
         self.event("released_unproven", key, pages=pages)
 
     def changed(self, room: Room, old: KVPoll | None) -> None:
@@ -220,7 +221,7 @@ class Core:
         if state.terminal and old is not None:
             self._metrics.ended(room.key.side, state, reason.code if reason is not None else None, room.meter.read(time.monotonic()))
             self._changed.set()
-            self._limits_log.ended(room.key.side, reason)
+            self._limits_log.ended(room.key, reason)
         if room.key.side == "decode":
             self._ledger.wake()
         elif self._announcer is not None:
@@ -297,7 +298,8 @@ class Core:
         if room.cleared:
             return
         self._metrics.count("kvcore_handles_collected_total")
-        log.warning("room %s: its %s handle was dropped in state %s; aborted and cleared", room.id, room.key.side, room.status.name)
+        text = "room %s: its %s handle was dropped in state %s; aborted and cleared"
+        log.warning(text, room.id, room.key.side, room.status.name, extra=about(room.key))
         self.table.clear(room)
 
     def _ticket_ended(self, room: Room, event: ev.Ended) -> None:
@@ -355,7 +357,7 @@ class Core:
             try:
                 fenced = self._slow.run(functools.partial(self._backend.hooks.kvcore_disconnect, peer=instance)).result(STOP_S)
             except BaseException:
-                log.exception("peer %s cannot be fenced; its pages stay unproven", instance)
+                log.exception("peer %s cannot be fenced; its pages stay unproven", instance, extra=about(peer=instance))
                 continue
             if fenced is True:
                 self.fenced(instance, "decode")

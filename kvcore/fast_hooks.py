@@ -10,6 +10,7 @@ from collections.abc import Callable
 from kvcore.errors import cause, one_line
 from kvcore.exclusive import HookBusy
 from kvcore.hookspecs import PENDING, RETRY, Hooks, NothingPosted, Ticket, TicketKind, TicketState, Transfer
+from kvcore.logs import about
 from kvcore.states import RoomKey
 
 log = logging.getLogger("kvcore.fast_hooks")
@@ -111,7 +112,8 @@ class FastHooks:
         self._errors[hook] += 1
         number = self._errors[hook]
         if number <= 10 or number % 1000 == 0:
-            log.exception("the backend's %s failed%s (number %d); the core goes on", hook, f" for room {room}" if room else "", number)
+            text = "the backend's %s failed%s (number %d); the core goes on"
+            log.exception(text, hook, f" for room {room}" if room else "", number, extra=about(room))
 
 
 def _sound(state: object) -> TicketState:

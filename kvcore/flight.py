@@ -68,7 +68,7 @@ class FlightRecord:
         found = sorted(entries, key=lambda entry: entry.at)
         wall = time.time() - self._clock()
         return [
-            f"  {datetime.fromtimestamp(wall + entry.at, timezone.utc):%H:%M:%S.%f} {entry.at - found[0].at:+11.6f} s  {entry.text}"
+            f"  {datetime.fromtimestamp(wall + entry.at, timezone.utc):%H:%M:%S.%f} {entry.at - found[0].at:+.6f} s {entry.text}"
             for entry in found
         ]
 

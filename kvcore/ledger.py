@@ -17,6 +17,7 @@ from collections.abc import Callable
 from kvcore.errors import KVCoreError, cause
 from kvcore.fast_hooks import FastHooks
 from kvcore.hookspecs import RETRY, Capabilities, Hooks, Ticket, TicketKind, TicketState
+from kvcore.logs import about
 from kvcore.metrics import Metrics
 from kvcore.planner import Layout
 from kvcore.protocol import events as ev
@@ -221,7 +222,7 @@ class Ledger:
             self._fail(entry, FailureCode.BAD_PAGES, str(error))
             return None
         except BaseException as error:
-            log.error("room %s: chunk %d cannot be planned", entry.room.id, entry.number, exc_info=error)
+            log.error("room %s: chunk %d cannot be planned", entry.room.id, entry.number, exc_info=error, extra=about(entry.room.key))
             self._fail(entry, FailureCode.INTERNAL, f"chunk {entry.number}: {cause(error)}")
             return None
         if transfer is not None:

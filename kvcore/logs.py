@@ -6,7 +6,15 @@ import logging
 import threading
 import time
 
-from kvcore.states import FailureCode, Reason, Side
+from kvcore.states import FailureCode, Reason, RoomKey
+
+
+def about(room: RoomKey | None = None, peer: str = "") -> dict[str, object]:
+    """The ``extra`` of a log record: fields for those who search logs by room or by peer."""
+    fields: dict[str, object] = {"peer": peer} if peer else {}
+    if room is not None:
+        fields |= {"room": room.number, "attempt": room.attempt, "side": room.side, "generation": room.generation}
+    return fields
 
 
 class LimitsLog:
@@ -18,9 +26,9 @@ class LimitsLog:
         self._quiet_until = 0.0
         self._left_out = 0
 
-    def ended(self, side: Side, reason: Reason | None) -> None:
-        """A room of this side ended; logged if a limit here was the reason. From any thread."""
-        if reason is None or reason.code is not FailureCode.TIMEOUT or reason.side != side:
+    def ended(self, key: RoomKey, reason: Reason | None) -> None:
+        """A lifetime ended; logged if a limit here was the reason. From any thread."""
+        if reason is None or reason.code is not FailureCode.TIMEOUT or reason.side != key.side:
             return
         now = time.monotonic()
         with self._lock:
@@ -29,4 +37,4 @@ class LimitsLog:
                 return
             self._quiet_until = now + self._every_s
             left_out, self._left_out = self._left_out, 0
-        self._log.warning("%s%s", reason.text, f" (and {left_out} more since the last such line)" if left_out else "")
+        self._log.warning("%s%s", reason.text, f" (and {left_out} more since the last such line)" if left_out else "", extra=about(key))

@@ -16,6 +16,7 @@ from kvcore.channel import Channel, Route
 from kvcore.compat import misfit
 from kvcore.errors import KVCoreError, cause, shown
 from kvcore.hookspecs import Capabilities, Endpoint, Hooks
+from kvcore.logs import about
 from kvcore.pairing import Departed, Home, Link, Peer, Waiter, addressee, engine_peer, other_side
 from kvcore.planner import Layout
 from kvcore.process import known_gone
@@ -171,7 +172,7 @@ class Peers:
         text = misfit(self.me, letter.body.me) if isinstance(letter.body, Hello) else None
         if isinstance(letter.body, Hello) and text is not None:
             text = one_line(text)
-            log.warning("refused to pair: %s", text)
+            log.warning("refused to pair: %s", text, extra=about(peer=letter.source))
             self._write(route, letter.source, Refuse(letter.body.pairing, text))
 
     def _hear(self, peer: Peer, route: Route) -> None:
@@ -211,7 +212,7 @@ class Peers:
             return
         layout = self._fit(hello.me)
         if isinstance(layout, str):
-            log.warning("refused to pair: %s", layout)
+            log.warning("refused to pair: %s", layout, extra=about(peer=source))
             return self._write(route, source, Refuse(hello.pairing, layout))
         if peer is not None:
             self.lose(peer, "it pairs anew")
@@ -243,7 +244,7 @@ class Peers:
                 raise error or TypeError(f"kvcore_endpoint returned {found!r:.100}")
             welcome = checked(self.me.instance, source, Welcome(hello.pairing, self.me, found.data, tuple(found.keys)))
         except BaseException as why:
-            log.warning("the engine cannot reach %s: %s", source, cause(why))
+            log.warning("the engine cannot reach %s: %s", source, cause(why), extra=about(peer=source))
             text = f"the prefill engine cannot reach this instance: {cause(why)}"
             return self._write(route, source, Refuse(hello.pairing, one_line(text), FailureCode.BACKEND))
         spoken = hello.spoken.get(self.me.instance, 0)
@@ -253,7 +254,8 @@ class Peers:
     def _pair(self, peer: Peer) -> None:
         self.pairings[peer.side, peer.instance] = peer
         self._departed.pop(peer.instance, None)  # what proves that it was gone proves nothing now
-        log.info("paired with %s (%s rank %d)", peer.instance, peer.intro.role, peer.intro.place.number)
+        text = "paired with %s (%s rank %d)"
+        log.info(text, peer.instance, peer.intro.role, peer.intro.place.number, extra=about(peer=peer.instance))
         self._home.event("paired", peer=peer.instance)
 
     # --- pairing: decode
@@ -293,7 +295,7 @@ class Peers:
         place = peer.intro.place
         name = peer.instance if place.total == 1 else f"{peer.instance} ({peer.intro.role} rank {place.number})"
         text = f"peer {name} lost: {text}"
-        log.log(logging.INFO if text.endswith(CLOSED) else logging.WARNING, "%s", text)
+        log.log(logging.INFO if text.endswith(CLOSED) else logging.WARNING, "%s", text, extra=about(peer=peer.instance))
         departed = self._departed[peer.instance] = Departed(peer.intro, gone)
         self._home.lost(peer.instance, text, replaced)
         self._home.event("peer_lost", peer=peer.instance, reason=text)

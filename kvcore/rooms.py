@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -374,7 +374,8 @@ def _arrives(state: State) -> bool:
 
 
 def _kept(state: State) -> tuple[object, ...]:
-    """What outlives the lifetime."""
+    """What outlives the lifetime, without the records, which are not for everybody."""
     if isinstance(state, sender_state.Sender):
-        return (*state.flights, *state.words, *state.marks, *state.waiting)
+        words = (replace(word, record=b"") for word in state.words)
+        return (*state.flights, *words, *state.marks, *state.waiting)
     return (*state.drains, *state.unrouted)

@@ -13,6 +13,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvcore.logs import about
+
 log = logging.getLogger("kvcore.workers")
 
 IDLE_S = 5.0
@@ -158,7 +160,7 @@ class Workers:
         try:
             job.work()
         except BaseException:
-            log.exception("a job towards %s failed; its worker goes on", job.peer)
+            log.exception("a job towards %s failed; its worker goes on", job.peer, extra=about(peer=job.peer))
         with self._lock:
             self._running.discard(job)
             self._stuck.discard(job)

@@ -532,6 +532,7 @@ CASES = [
     Case("room that is live", open_twice, RoomError, ("room ", "prefill", "live")),
     Case("rank that does not exist", lambda t: t.pair.decode.receiver(1, "a:1", dp_rank=-1), RoomError, ("room 1", "dp_rank", "-1")),
     Case("side that is none", lambda t: t.both.rooms("left"), RoomError, ("'left'", "'prefill'")),  # type: ignore[arg-type]
+    Case("explain that waits oddly", lambda t: t.both.explain(7, wait_s=-1), RoomError, ("wait_s is -1",)),
     Case("side not said", lambda t: t.both.rooms(), RoomError, ("both sides",)),
     Case("room that is no number", lambda t: t.pair.prefill.sender("7"), RoomError, ("room '7'", "0 .. 2**63-1")),  # type: ignore[arg-type]
     Case("attempt out of range", lambda t: t.pair.prefill.sender(7, -1), RoomError, ("attempt -1", "0 .. 2**31-1")),

@@ -73,6 +73,7 @@ SAME_AS = {
 
 PARTS = {
     f"{TABLE}._slots[]": "a slot's protocol state, which holds what is listed above, and its timers",
+    f"{TABLE}.flight._ring[]": "an event, without page lists",
     f"{TABLE}._records[]": "a lifetime's chunks, state and history, which has 32 entries at most",
     f"{CORE}._ledger._entries[]": "a ticket's parts",
     f"{CORE}._peers.pairings[]": "what a peer said of its pools",

@@ -47,8 +47,8 @@ STRANGERS = {
 """Who does not know whom, so that no part reaches around its neighbour."""
 
 OPTIONAL = (
-    "kvcore.integrations", "kvcore.cli", "kvcore.cli_options", "kvcore.progress", "kvcore.sides", "kvcore.buffers", "kvcore.demo",
-    "kvcore.doctor", "kvcore.bench", "kvcore.new",
+    "kvcore.integrations", "kvcore.cli", "kvcore.cli_options", "kvcore.explain", "kvcore.progress", "kvcore.sides", "kvcore.buffers",
+    "kvcore.demo", "kvcore.doctor", "kvcore.bench", "kvcore.new",
 )  # fmt: skip
 """Parts behind extras: only they may import these, and nothing of the core imports them."""
 EXTRAS = {"torch", "transformers", "typer", "rich", "gguf", "accelerate"}

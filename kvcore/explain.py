@@ -1,0 +1,41 @@
+"""The command ``kvcore explain``: what happened to a room, asked at an instance's admin port."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Annotated
+
+import typer
+
+from kvcore.addresses import parse
+from kvcore.cli_options import Timeout
+from kvcore.errors import cause, one_line
+from kvcore.room import room_id
+from kvcore.sides import ToolError
+
+MOST_BYTES = 4 * 1024 * 1024
+
+
+def explain(
+    room: Annotated[int, typer.Argument(metavar="ROOM", help="The room's number.")],
+    address: Annotated[str, typer.Option(metavar="HOST:PORT", help="The admin port of an instance that has or had the room.")],
+    attempt: Annotated[int, typer.Option(help="The room's attempt.")] = 0,
+    timeout: Timeout = 10.0,
+) -> None:
+    """Show what happened to a room: there, and at the instances on the other side, which that one asks."""
+    name, where = room_id(room, attempt), parse(address, "--address")
+    url = f"http://{where}/rooms/{name.number}?{urllib.parse.urlencode({'attempt': name.attempt})}"
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=timeout) as answer:
+            text = answer.read(MOST_BYTES).decode(errors="replace")
+    except urllib.error.HTTPError as error:
+        with error:
+            told = one_line(error.read(MOST_BYTES).decode(errors="replace"))
+        raise ToolError(f"{where} answered {error.code}: {told}; is that an instance's admin port?") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        why = getattr(reason, "strerror", None) or cause(reason)
+        raise ToolError(f"{where} gave no answer ({why}); pass an instance's admin port, as set by Config.admin") from error
+    typer.echo(text, nl=False)

@@ -1,0 +1,223 @@
+"""The flight record and what is told from it: a room's story, on both sides, also after it is gone."""
+
+from __future__ import annotations
+
+import logging
+import time
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvcore import KVPoll, RoomError
+from kvcore.faults import ControlTap
+from kvcore.flight import _WORDS, MOST_ENTRIES, FlightRecord
+from kvcore.protocol import events as ev
+from kvcore.protocol.messages import Destination, PoolPages
+from kvcore.states import RoomId
+from kvcore.stories import ANSWERS_PER_S, GONE, NO_ANSWER, Stories
+from kvcore.wire import MAX_STORY, Explain, Story
+from tests.commands import kvcore, one_line
+from tests.helpers import Duo, duo, ended, manager, memory, wait_until
+
+ROOM = RoomId(7)
+
+
+@pytest.fixture
+def pair() -> Iterator[Duo]:
+    with duo(orphan_s=0.4) as both:
+        yield both.pair()
+
+
+def moved(pair: Duo) -> RoomId:
+    sender, receiver = pair.open()
+    receiver.receive([1, 2])
+    sender.send([3], last=False)
+    sender.send([4], last=True, record=b"secret")
+    ended(sender, KVPoll.SUCCESS)
+    ended(receiver, KVPoll.SUCCESS)
+    sender.clear()
+    receiver.clear()
+    return RoomId(sender.room, sender.attempt)
+
+
+def in_order(story: str, *parts: str) -> bool:
+    """Whether the parts stand in a text one after the other."""
+    at = 0
+    for part in parts:
+        at = story.find(part, at) + 1
+        if not at:
+            return False
+    return True
+
+
+# --- the ring
+
+
+def test_it_keeps_the_newest_and_no_page_lists() -> None:
+    record, message = FlightRecord(), Destination(7, 0, 1, 2, (PoolPages("kv", b"\1\0\0\0"),))
+    record.note("prefill", ROOM, ev.Got(message, ev.Party("decode-1")))
+    record.note("decode", ROOM, ev.Send("prefill-1", message))
+    record.note("decode", ROOM, ev.Receive(1, message.pages))
+    [got] = record.of("prefill", ROOM)
+    sent, received = record.of("decode", ROOM)
+    assert "PoolPages" not in repr([got, sent, received])
+    assert got.text == "got Destination (receiver 1, sender 2) from decode-1" and got.peer == "decode-1"
+    assert sent.text == "sent Destination (receiver 1, sender 2) to prefill-1" and sent.peer == "prefill-1"
+    assert received.text == "the destination was handed over: 1 pages of 'kv'" and received.peer == ""
+    for _ in range(MOST_ENTRIES + 5):
+        record.note("prefill", RoomId(8), "more")
+    assert len(record) == MOST_ENTRIES and record.of("prefill", ROOM) == []
+
+
+def test_every_event_and_effect_has_words() -> None:
+    assert set(_WORDS) == {*typing.get_args(ev.Event), *typing.get_args(ev.Effect)}
+
+
+def test_a_note_takes_microseconds() -> None:
+    record, event = FlightRecord(), ev.Ended(ev.Pair("decode-1", 1, 2), 1, True, True)
+    began = time.thread_time()
+    for _ in range(20_000):
+        record.note("prefill", ROOM, event)
+    assert (time.thread_time() - began) / 20_000 < 20e-6
+
+
+# --- the story of a room
+
+
+def test_the_story_has_both_sides_also_after_clear(pair: Duo) -> None:
+    room = moved(pair)
+    wait_until(lambda: "got Ack" in pair.prefill.explain(room.number, wait_s=0))
+    for here, there in ((pair.prefill, pair.decode), (pair.decode, pair.prefill)):
+        story = here.explain(room.number)
+        own, other = story.split(f"\n{there.instance}: ", 1)
+        sender, receiver = (own, other) if here is pair.prefill else (other, own)
+        assert in_order(sender, f"room {room} (prefill)", "BOOTSTRAPPING", "sent Here", "got Destination")
+        assert in_order(sender, "a chunk was handed over", "ticket of chunk 1", "started", "ticket of chunk 2", "done", "SUCCESS")
+        assert in_order(sender, "sent Status SUCCESS", "cleared")
+        assert in_order(receiver, f"room {room} (decode)", "BOOTSTRAPPING", "sender ranks: ", "got Here", "sent Destination", "SUCCESS")
+        assert "nothing is stored" in own and "secret" not in story
+        assert story.count("kept: ") == 0
+        assert len(here.explain(room.number, wait_s=0).splitlines()) == len(own.splitlines())
+
+
+def test_one_side_alone_is_told_without_asking(pair: Duo) -> None:
+    room = moved(pair)
+    assert "(decode)" not in pair.prefill.explain(room.number, side="prefill")
+    assert pair.prefill.explain(10**6) == "room 1000000 (prefill)\n  nothing is stored\n"
+
+
+def test_who_does_not_answer_is_named_and_not_waited_for(pair: Duo) -> None:
+    room = moved(pair)
+    with ControlTap(pair.decode) as tap:
+        tap.drop("explain")
+        began = time.monotonic()
+        story = pair.prefill.explain(room.number, wait_s=0.2)
+        assert f"{pair.decode.instance}: {NO_ANSWER}\n" in story and 0.2 <= time.monotonic() - began < 5
+    pair.decode.close()
+    wait_until(lambda: pair.prefill.stats().peers == 0)
+    assert f"{pair.decode.instance}: {GONE}\n" in pair.prefill.explain(room.number, wait_s=30)
+    assert pair.prefill.stats().stores["questions"] == 0
+
+
+def test_a_failure_is_told_where_it_came_from(pair: Duo) -> None:
+    sender, receiver = pair.open()
+    receiver.abort("the client is gone")
+    ended(sender, KVPoll.FAILED)
+    assert in_order(
+        pair.prefill.explain(sender.room), "got Abort", "FAILED: ", "the client is gone", "(decode)", "failed here", "sent Abort"
+    )
+
+
+@pytest.mark.parametrize("wait_s", [-1, float("nan"), True, "1", None, 1e300])
+def test_an_odd_time_to_wait_is_refused(pair: Duo, wait_s: Any) -> None:
+    with pytest.raises(RoomError, match="wait_s"):
+        pair.prefill.explain(7, wait_s=wait_s)
+
+
+# --- questions and answers
+
+
+class FakeHome:
+    def __init__(self, story: str = "what is known\n") -> None:
+        self.text, self.asked = story, list[str]()
+
+    def story(self, room: int, attempt: int) -> str:
+        return self.text
+
+    def met(self, room: RoomId) -> set[str]:
+        return {"decode-1", "decode-2"}
+
+    def ask(self, instance: str, question: Explain) -> bool:
+        self.asked.append(instance)
+        return True
+
+    def on_control(self, call: Any) -> None:
+        call()
+
+
+def test_only_who_was_asked_answers_and_only_once() -> None:
+    stories = Stories(FakeHome())
+    with stories.asking(ROOM) as asked:
+        stories.told("decode-9", Story(1, "forged"))
+        stories.told("decode-1", Story(9, "of another question"))
+        stories.told("decode-1", Story(1, "first\n  \x1b[31mred\n"))
+        stories.told("decode-1", Story(1, "second"))
+        assert not asked.complete.done()
+        stories.told("decode-2", Story(1, ""))
+        assert asked.complete.done()
+        stories.told("decode-2", Story(1, "late"))
+    assert asked.text().startswith("what is known\ndecode-1: first\n  ") and asked.text().endswith(f"decode-2: {NO_ANSWER}\n")
+    assert not any(word in asked.text() for word in ("\x1b", "forged", "second", "late", "another"))
+    stories.told("decode-2", Story(1, "after the end"))
+    assert len(stories) == 0
+
+
+def test_answers_are_bounded_in_size_and_number() -> None:
+    now = [0.0]
+    stories = Stories(FakeHome("x" * (MAX_STORY + 5)), lambda: now[0])
+    answers = [stories.answer(Explain(number, 7)) for number in range(3 * ANSWERS_PER_S)]
+    assert sum(answer is not None for answer in answers) == ANSWERS_PER_S
+    assert answers[0] is not None and len(answers[0].text) == MAX_STORY
+    now[0] += 1.0
+    assert stories.answer(Explain(1, 7)) is not None
+
+
+# --- the command
+
+
+def test_the_command_shows_both_sides() -> None:
+    source, target = memory(8, seed=3), memory(8)
+    with manager("prefill", source, admin="127.0.0.1:0") as prefill, manager("decode", target) as decode:
+        room = moved(Duo(prefill, decode, source, target).pair())
+        done = kvcore("explain", str(room.number), "--address", prefill.admin_address)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert in_order(done.stdout, "(prefill)", "SUCCESS", f"{decode.instance}: ", "(decode)", "SUCCESS")
+
+
+def test_the_command_says_what_is_wrong() -> None:
+    with manager("prefill", memory(4)) as prefill:
+        for address, code, part in (
+            ("127.0.0.1:1", 1, "127.0.0.1:1 gave no answer (Connection refused)"),
+            (prefill.address, 1, "answered 404"),  # the bootstrap service
+            ("nowhere", 1, "--address"),
+        ):
+            done = kvcore("explain", "7", "--address", address)
+            assert done.returncode == code and part in done.stderr and one_line(done.stderr)
+    assert kvcore("explain", "x", "--address", "127.0.0.1:1").returncode == 2
+
+
+# --- logs
+
+
+def test_log_records_name_room_and_peer_in_fields(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvcore")
+    with duo(bootstrap_s=0.2) as pair:
+        pair.pair()
+        lonely = pair.prefill.sender(2**40, attempt=3)
+        ended(lonely, KVPoll.FAILED)
+    limits = [record.__dict__ for record in caplog.records if "bootstrap_s passed" in record.getMessage()]
+    assert [(one["room"], one["attempt"], one["side"], one["generation"]) for one in limits] == [(2**40, 3, "prefill", lonely.generation)]
+    paired = [record.__dict__["peer"] for record in caplog.records if record.getMessage().startswith("paired with")]
+    assert sorted(paired) == sorted([pair.prefill.instance, pair.decode.instance])
