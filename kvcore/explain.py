@@ -33,7 +33,7 @@ def explain(
     except urllib.error.HTTPError as error:
         with error:
             told = one_line(error.read(MOST_BYTES).decode(errors="replace"))
-        raise ToolError(f"{where} answered {error.code}: {told}; is that an instance's admin port?") from error
+        raise ToolError(f"{where} answered {error.code}: {told}; pass an instance's admin port, as set by Config.admin") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         why = getattr(reason, "strerror", None) or cause(reason)

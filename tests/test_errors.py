@@ -94,7 +94,7 @@ STEPS += "publish|put|raise|reinstall|rename|report|run|say|see|send|set|shorten
 NEXT_STEP = re.compile(rf"[;,] [^;]*\b({STEPS})\b|\b(must|should) be\b|; .*\bmust\b|usual causes: |pip install |try: kvcore")
 """A clause that tells a person to do something, or says what is allowed."""
 
-TOOLS = ("bench/", "demo/", "doctor/", "new/", "buffers.py", "cli.py", "cli_options.py", "progress.py", "sides.py")
+TOOLS = ("bench/", "demo/", "doctor/", "new/", "buffers.py", "cli.py", "cli_options.py", "explain.py", "progress.py", "sides.py")
 """Commands run in processes of their own, and their own tests have them fail there. Here their texts are read, see below."""
 PASSED_ON = {"{}: {}"}
 """Texts that pass on the text of an error from another process."""

@@ -73,7 +73,6 @@ SAME_AS = {
 
 PARTS = {
     f"{TABLE}._slots[]": "a slot's protocol state, which holds what is listed above, and its timers",
-    f"{TABLE}.flight._ring[]": "an event, without page lists",
     f"{TABLE}._records[]": "a lifetime's chunks, state and history, which has 32 entries at most",
     f"{CORE}._ledger._entries[]": "a ticket's parts",
     f"{CORE}._peers.pairings[]": "what a peer said of its pools",
@@ -87,6 +86,7 @@ MOST_PARTS = 16
 BOUNDED = {
     f"{TABLE}._timers._queues": 32,  # one for each delay: limits, and steps of repetition
     f"{TABLE}.flight._ring": 32_768,
+    f"{TABLE}.flight._ring[][].parties": 32_768,
     f"{CORE}._metrics._counts": 40,  # by code and port
     f"{CORE}._metrics._sums": 4,  # by side
     "kvcore.mapping._pairs": 1024,  # by layouts, sizes and turn
