@@ -153,18 +153,20 @@ class Ledger:
                 busy = False
             now = self._clock()
             idle_since = now if busy else idle_since
-            self.pulse.rests()
             self._rest(now - idle_since)
 
     def _rest(self, quiet_s: float) -> None:
         """Spin briefly, then sleep ever longer while tickets run; without any, until something comes."""
+        pause: float | None = 0.0
         if self._at_rest():
             held = self._hooks.held_rooms()
             self.backend_rooms = self.backend_rooms if held is None else held
-            self._bell.wait(LONGEST_WAIT_S if held is None else None)
+            pause = LONGEST_WAIT_S if held is None else None
         elif quiet_s > SPIN_S:
-            longest = LONGEST_WAIT_S if self._flowing else LONGEST_LISTEN_S
-            self._bell.wait(min(max(quiet_s / 32, SHORTEST_WAIT_S), longest))
+            pause = min(max(quiet_s / 32, SHORTEST_WAIT_S), LONGEST_WAIT_S if self._flowing else LONGEST_LISTEN_S)
+        self.pulse.rests()
+        if pause != 0.0:
+            self._bell.wait(pause)
         self._bell.clear()
 
     def _at_rest(self) -> bool:
@@ -324,8 +326,7 @@ class Ledger:
             return
         if self._entries.pop((entry.pair, entry.room.key, entry.number), None) is None:
             return
-        ok = not (entry.failed or entry.cancelled)
-        self._tell(entry, ok, True, None if ok else self._reason(FailureCode.ABORTED, "cancelled"))
+        self._tell(entry, not (entry.failed or entry.cancelled), True, FailureCode.ABORTED, "cancelled")
 
     def _fail(self, entry: Entry, code: FailureCode, text: str) -> None:
         """The ticket has failed; whether it is quiescent shows when the rest of it ended."""
@@ -337,9 +338,10 @@ class Ledger:
         if quiescent:
             self._entries.pop((entry.pair, entry.room.key, entry.number), None)
         text = f"room {entry.room.id}, chunk {entry.number} to {entry.pair.peer}: {text}"
-        self._tell(entry, False, quiescent, self._reason(code, text))
+        self._tell(entry, False, quiescent, code, text)
 
-    def _tell(self, entry: Entry, ok: bool, quiescent: bool, reason: Reason | None) -> None:
+    def _tell(self, entry: Entry, ok: bool, quiescent: bool, code: FailureCode, text: str) -> None:
+        reason = None if ok else Reason.of(code, text, "prefill", self._rank)
         self._guarded(lambda: self._ended(entry.room, ev.Ended(entry.pair, entry.number, ok, quiescent, reason)))
 
     def _withdraw(self, entry: Entry) -> None:
@@ -395,6 +397,3 @@ class Ledger:
             call()
         except BaseException:
             log.exception("an order or the news of a ticket's end failed; the core goes on")
-
-    def _reason(self, code: FailureCode, text: str) -> Reason:
-        return Reason.of(code, text, "prefill", self._rank)
