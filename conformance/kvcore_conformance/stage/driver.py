@@ -272,12 +272,19 @@ class Handle:
     def _call(self, do: str, *args: object, waits_s: float = 0.0, **kwargs: Any) -> Any:
         return self.child.call(self.name, do, *args, waits_s=waits_s, **kwargs)
 
-    def send(self, pages: Sequence[int] | dict[str, list[int]] = (), last: bool = False, gate: str | None = None, record: str = "") -> None:
+    def send(
+        self,
+        pages: Sequence[int] | dict[str, list[int]] = (),
+        last: bool = False,
+        gate: str | None = None,
+        record: str = "",
+        layer: int | None = None,
+    ) -> None:
         named = pages if isinstance(pages, dict) else {"kv": list(pages)}
-        self.child.work("send", self.name, named, last, gate, record)
+        self.child.work("send", self.name, named, last, gate, record, layer)
 
-    def receive(self, pages: Sequence[int] | dict[str, list[int]] = ()) -> None:
-        self._call("receive", pages if isinstance(pages, dict) else {"kv": list(pages)})
+    def receive(self, pages: Sequence[int] | dict[str, list[int]] = (), prefix: int = 0) -> None:
+        self._call("receive", pages if isinstance(pages, dict) else {"kv": list(pages)}, prefix)
 
     def poll(self) -> str:
         return str(self._call("poll"))
