@@ -36,6 +36,7 @@ class Company:
         self._waits: list[tuple[Peer, Future[None], Callable[[Peer], None]]] = []
         self._thaw: tuple[float, Peer] | None = None
         self._next, self._turn = time.monotonic() + EVERY_S / 2, self._random.randrange(8)
+        self._due: float | None = None
         self.counts = Counter[str]()
         self.home = [self._new("prefill"), self._new("decode")]
         """Those that stay."""
@@ -83,7 +84,7 @@ class Company:
     def pair(self) -> tuple[Peer, Peer] | None:
         """Two for a room; one of them stays mostly, more often both."""
         choices = [(0, 0), (0, 0), (1, 0), (0, 1)]
-        if time.monotonic() > self._next - AHEAD_S:
+        if self._due is not None:
             choices = [(1, 0), (1, 1)] if self._guest.role == "prefill" else [(0, 1), (1, 1)]
         prefill, decode = self._random.choice(choices)
         found = (self.guests if prefill else self.home)[0], (self.guests if decode else self.home)[1]
@@ -101,8 +102,12 @@ class Company:
             peer, self._thaw = self._thaw[1], None
             peer.child.thaw()
             peer.state = "here"
-        if events and now >= self._next and self.settled:
-            self._next = now + EVERY_S
+        if not events:
+            self._due = None
+        elif self._due is None and now >= self._next and self.settled:
+            self._due = now + AHEAD_S
+        elif self._due is not None and now >= self._due:
+            self._due, self._next = None, now + EVERY_S
             self._begin(EVENTS[self._turn % len(EVENTS)], self._guest)
             self._turn += 1
 

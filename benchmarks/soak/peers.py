@@ -24,6 +24,8 @@ LIMITS = {
     "orphan_s": 4.0, "send_s": 3.0, "drain_s": 0.5,
 }  # fmt: skip
 """Short, so that all of them fire; and above what a busy machine takes for what nothing holds up."""
+SLOW_S = 60.0
+"""How long an engine may take to start, and to stop."""
 POOL, LAYERS, PAGE_BYTES = "kv", 2, 4096
 PLOT, PLOTS = 16, 32
 """Pages of a plot, which one room has to itself, and plots of a process."""
@@ -75,11 +77,11 @@ class Peer:
 
     def start(self) -> None:
         """Make its manager."""
-        self.child.start(self.role, self.memory.specs, limits=LIMITS)
+        self.child.start(self.role, self.memory.specs, waits_s=SLOW_S, limits=LIMITS)
 
     def close(self) -> None:
         """Close its manager."""
-        self.child.work("stop", waits_s=60.0)
+        self.child.work("stop", waits_s=SLOW_S)
 
     def end(self) -> None:
         """End the process, whatever state it is in. Idempotent."""

@@ -163,13 +163,13 @@ class Child:
         backend, than it has."""
         self.work("pretend", major, minor, wire_version, backend)
 
-    def start(self, role: str, pools: Sequence[PoolSpec] = (PoolSpec(),), **config: Any) -> Child:
+    def start(self, role: str, pools: Sequence[PoolSpec] = (PoolSpec(),), waits_s: float = 0.0, **config: Any) -> Child:
         """Make the manager: random memory on prefill, zeroed memory on decode. ``limits`` are put over ``LIMITS``."""
         over = {"backend": self.backend, "backend_options": self.options}
         config = {"role": role, **over, **config, "limits": {**LIMITS, **config.get("limits", {})}}
         seed = self.pid if role == "prefill" else 0
         self.role = role
-        found = self.work("start", config, [vars(pool) for pool in pools], seed)
+        found = self.work("start", config, [vars(pool) for pool in pools], seed, waits_s=waits_s)
         self.address, self.instance, self.admin = found["address"], found["instance"], found["admin"]
         return self
 
