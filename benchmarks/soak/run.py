@@ -30,8 +30,8 @@ MARGIN = Held(threads=3, descriptors=6, sockets=4, resident_kib=32 * 1024, store
 MOST_SLOPE = 1024.0
 """KiB a minute that resident memory may grow in the second half of the points, where these are of five minutes or more."""
 SLOPE_MIN = 5.0
-MOST_WRONG = 20
-"""After so many a run ends early."""
+MOST_WRONG = 10
+"""After so many findings a run ends early; and after the first of wrong bytes, which would be found again and again."""
 
 
 class Soak:
@@ -46,6 +46,7 @@ class Soak:
         self._unproven = 0
         self._took_s = 0.0
         self._looked = 0.0
+        self._spoilt = False
 
     def run(self, minutes: float) -> None:
         """Load the processes for so long."""
@@ -62,18 +63,24 @@ class Soak:
     def _run(self, company: Company, began: float, length: float) -> None:
         self._until(company, lambda: company.settled, "all processes are there")
         load_s = min(LOAD_S, length / 6)
-        while (now := time.monotonic()) < began + length and len(self.wrong) < MOST_WRONG:
+        while (now := time.monotonic()) < began + length:
             self._disturb(company)
             self._load(company, min(now + load_s, began + length))
+            if self._hopeless:
+                return
             self._quiet(company)
             for peer in company.home:
                 if time.monotonic() > began + WARM * length:
                     self._measure(peer, began)
         self._unproven = sum(peer.child.work("stats")["released_unproven"] for peer in company.home)
 
+    @property
+    def _hopeless(self) -> bool:
+        return self._spoilt or len(self.wrong) >= MOST_WRONG
+
     def _load(self, company: Company, until: float) -> None:
         owed = 0.0
-        while time.monotonic() < until and len(self.wrong) < MOST_WRONG:
+        while time.monotonic() < until and not self._hopeless:
             owed = min(owed + OPEN, 4.0)
             while owed >= 1.0 and (pair := company.pair()) is not None:
                 self._rooms.open(*pair)
@@ -89,7 +96,7 @@ class Soak:
             for peer in company.here:
                 if wrong := peer.wrong():
                     self._rooms.note(f"{peer.name}: bytes have changed that nobody may write (R2, T2), by page: {wrong}")
-                    return
+                    self._spoilt = True
         threading.Event().wait(max(TURN_S - (time.monotonic() - began), 0.005))
 
     def _until(self, company: Company, reached: Callable[[], bool], what: str) -> None:
