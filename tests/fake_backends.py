@@ -343,6 +343,11 @@ class HangingBackend(MemoryBackend):
             self.gates[hook].wait()
 
     @hookimpl
+    def kvcore_connect(self, peer: Peer) -> None:
+        self._stand("connect")
+        super().kvcore_connect(peer)
+
+    @hookimpl
     def kvcore_transfer(self, transfer: Transfer) -> Any:
         self._stand("transfer")
         return super().kvcore_transfer(transfer)

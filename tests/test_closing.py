@@ -110,6 +110,20 @@ def test_another_manager_of_the_process_works_beside_an_engine_that_hangs(hung: 
         Duo(second, hung.pair.decode, hung.pair.source, hung.pair.target).transfer([1, 2], [3, 4])
 
 
+def test_close_is_bounded_while_a_peer_cannot_be_connected_to(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    fake = install(monkeypatch, HangingBackend)
+    with running(fake) as (pair,):
+        gate = fake.made[0].gate("connect")
+        sender, receiver = start(pair)
+        wait_until(lambda: gate.met)
+        began = time.monotonic()
+        pair.prefill.close()
+        assert time.monotonic() - began < AT_MOST_S
+        assert "kvcore-slow in kvcore_connect" in told(caplog)
+        ended(sender, KVPoll.FAILED)
+        receiver.clear()
+
+
 def test_close_of_an_exclusive_engine_that_hangs_is_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     fake = install(monkeypatch, ExclusiveBackend)
     with running(fake, drain_s=0.2) as (pair,):
