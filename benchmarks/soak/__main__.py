@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import secrets
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,10 +23,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", default="local", help="over which backend (default: local)")
     parser.add_argument("--options", type=Path, metavar="FILE", help="its options, TOML or JSON")
     parser.add_argument("--seed", type=int, help="of what is drawn at random")
+    kept = "threads and file descriptors that the engine is known to keep of each peer it has met"
+    parser.add_argument("--kept", type=int, nargs=2, default=(0, 0), metavar=("THREADS", "FILES"), help=kept)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary here as well")
     chosen = parser.parse_args(arguments)
     seed = secrets.randbelow(2**32) if chosen.seed is None else chosen.seed
-    soak = Soak(chosen.backend, options_from(chosen.options) if chosen.options else {}, seed)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no process is left, least of all one that stands still
+    soak = Soak(chosen.backend, options_from(chosen.options) if chosen.options else {}, seed, tuple(chosen.kept))
     soak.run(chosen.minutes)
     text = json.dumps(soak.summary(), indent=1)
     print(text)

@@ -81,6 +81,10 @@ class Company:
         """Whose turn it is; each has every event in turn."""
         return self.guests[(self._turn + self._turn // len(EVENTS)) % 2]
 
+    def met(self, role: Role) -> int:
+        """How many processes those of a role have met."""
+        return sum(peer.role != role for peer in self._all)
+
     def pair(self) -> tuple[Peer, Peer] | None:
         """Two for a room; one of them stays mostly, more often both."""
         choices = [(0, 0), (0, 0), (1, 0), (0, 1)]

@@ -6,7 +6,7 @@ import os
 import random
 import shutil
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,8 @@ from kvcore_conformance.stage.footprint import Footprint
 from kvcore_conformance.stage.oracle import Memory
 
 Role = Literal["prefill", "decode"]
+Kept = tuple[int, int]
+"""Threads and file descriptors that an engine keeps of each peer that it has met, until it is closed."""
 State = Literal["starting", "here", "frozen", "closing", "gone"]
 
 LIMITS = {
@@ -41,6 +43,12 @@ class Held:
     resident_kib: int
     stores: int
     """Entries of all stores, those of peers."""
+
+    def plus(self, times: int, of_each: Kept) -> Held:
+        """With what an engine keeps of so many peers."""
+        threads, descriptors = of_each
+        more = {"threads": threads, "descriptors": descriptors, "sockets": descriptors}
+        return replace(self, **{name: getattr(self, name) + times * each for name, each in more.items()})
 
     def above(self, first: Held, margin: Held) -> list[str]:
         """In what it is above another by more than a margin."""

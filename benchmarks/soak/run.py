@@ -12,7 +12,7 @@ import numpy as np
 from kvcore_conformance.stage.load import letters
 
 from benchmarks.soak.company import Company
-from benchmarks.soak.peers import LIMITS, Held, Peer
+from benchmarks.soak.peers import LIMITS, Held, Kept, Peer
 from benchmarks.soak.rooms import Rooms
 
 TURN_S = 0.05
@@ -37,7 +37,7 @@ MOST_WRONG = 10
 class Soak:
     """``run`` it, then ``summary`` says what was done and seen. ``wrong`` is empty if all held."""
 
-    def __init__(self, backend: str, options: dict[str, Any], seed: int) -> None:
+    def __init__(self, backend: str, options: dict[str, Any], seed: int, kept: Kept = (0, 0)) -> None:
         self._backend, self._options, self._seed = backend, options, seed
         self._rooms = Rooms(seed)
         self.wrong = self._rooms.wrong
@@ -47,6 +47,8 @@ class Soak:
         self._took_s = 0.0
         self._looked = 0.0
         self._spoilt = False
+        self._kept = kept
+        self._met: dict[str, list[int]] = {}
 
     def run(self, minutes: float) -> None:
         """Load the processes for so long."""
@@ -71,7 +73,7 @@ class Soak:
             self._quiet(company)
             for peer in company.home:
                 if time.monotonic() > began + WARM * length:
-                    self._measure(peer, began)
+                    self._measure(peer, company.met(peer.role), began)
         self._unproven = sum(peer.child.work("stats")["released_unproven"] for peer in company.home)
 
     @property
@@ -126,20 +128,25 @@ class Soak:
         """Letters of those that stay come twice or late."""
         letters(company.home[0].child, company.home[1].child)
 
-    def _measure(self, peer: Peer, began: float) -> None:
+    def _measure(self, peer: Peer, met: int, began: float) -> None:
         """What it holds, once what ends by limit has ended, such as what is known of a peer that died lately."""
         points = self._points.setdefault(peer.name, [])
+        self._met.setdefault(peer.name, []).append(met)
         deadline = time.monotonic() + LIMITS["liveness_s"] + LIMITS["quarantine_s"]
-        while (held := peer.held()).above(points[0][1] if points else held, MARGIN) and time.monotonic() < deadline:
+        while self._above(peer.name, held := peer.held()) and time.monotonic() < deadline:
             threading.Event().wait(0.2)
         points.append(((time.monotonic() - began) / 60.0, held))
         sys.stderr.write(f"{points[-1][0]:6.1f} min {peer.name}: {held} rooms {self._rooms.outcomes.total()} wrong {len(self.wrong)}\n")
 
+    def _above(self, name: str, held: Held) -> list[str]:
+        """In what a process holds more than at its first point, with what its engine keeps of the peers met since."""
+        points, met = self._points[name], self._met[name]
+        return held.above(points[0][1], MARGIN.plus(met[-1] - met[0], self._kept)) if points else []
+
     def _judge(self) -> None:
         """Has anything grown?"""
         for name, points in self._points.items():
-            above = points[-1][1].above(points[0][1], MARGIN)
-            if above:
+            if above := self._above(name, points[-1][1]):
                 self._rooms.note(f"{name} holds more than after the warm-up: {', '.join(above)}")
             slope = self._slope(points)
             if slope is not None and slope > MOST_SLOPE:
@@ -165,6 +172,7 @@ class Soak:
             "footprints": {
                 name: {
                     "first": vars(points[0][1]), "last": vars(points[-1][1]), "points": len(points),
+                    "met": self._met[name][-1] - self._met[name][0],
                     "most_resident_kib": max(held.resident_kib for _, held in points), "kib_a_minute": self._slope(points),
                 }
                 for name, points in self._points.items()
