@@ -50,7 +50,7 @@ def joined(threads: Sequence[threading.Thread], timeout_s: float) -> bool:
 
 def left(threads: Sequence[threading.Thread], at_work: bool) -> str:
     """What goes on after all was asked to end, in words: threads, with the hook that they are in, and perhaps the engine; "" if nothing."""
-    told = ", ".join(f"{thread.name}{_hook(thread)}" for thread in threads)
+    told = ", ".join(f"{thread.name}{_hook(thread)}" for thread in threads if thread is not threading.current_thread())
     engine = "its engine may still be at work" if at_work else ""
     return " and ".join(filter(None, (engine, told and f"these threads still run: {told}")))
 
