@@ -3,6 +3,7 @@ TORCH ?= torch==2.13.0
 PYTHON ?= python3
 VENV ?= .venv
 BACKEND ?= local
+MINUTES ?= 3
 
 # The plugins with engines of their own, and which build of its engine each takes. Those of mori and Ascend run on shims here; mori's is
 # built for Python 3.10 to 3.12, and for few C libraries other than with 3.10, so it has an environment of its own.
@@ -33,7 +34,7 @@ ENGINE_RUNS := kit-ascend core-nixl-tcp own-mooncake own-nixl own-ascend core-mo
 ON_SHIMS = eval "$$($(BIN)/python plugins/shims/environment.py $(1) $(SHIMS))" &&
 KIT = $(BIN)/kvcore-conformance --report build/conformance
 
-.PHONY: demo test test-example test-engines test-slow slow-core slow-engines slow-mori support mutation lint format bench install install-engines clean $(ENGINE_RUNS)
+.PHONY: demo test test-example test-engines soak test-slow slow-core slow-engines slow-mori support mutation lint format bench install install-engines clean $(ENGINE_RUNS)
 
 demo: $(STAMP) $(filter $(STAMP)-$(BACKEND),$(PLUGIN_STAMPS) $(STAMP)-mori)
 	$(BIN)/kvcore demo --backend $(BACKEND) $(ARGS)
@@ -89,6 +90,10 @@ kit-mori: $(STAMP_SHIMS)
 # examples/kvcore-shm as a third party's plugin: from its wheel, in an environment of its own, held to the contract.
 test-example: $(STAMP)
 	$(PYTEST_SLOW) -m slow tests/test_new.py -k shm
+
+# Processes that die, stand still, leave and come, and a mixed load with faults, for so many minutes.
+soak: $(STAMP)
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) --backend $(BACKEND) $(ARGS)
 
 test-slow: slow-core slow-engines
 

@@ -5,13 +5,12 @@ It is the ``Outside`` of the room table and the ``Home`` of the peers; none of i
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from kvcore import addresses, gathering
+from kvcore import addresses, closing, gathering
 from kvcore.admin import admin_app
 from kvcore.backend import Backend
 from kvcore.bootstrap import RankInfo
@@ -68,6 +67,8 @@ class Core:
         self._collected: list[Room] = []
         self._prune_at = 0.0
         self._undo: list[Callable[[], object]] = []
+        self._threads: list[Callable[[], list[threading.Thread]]] = []  # those that may be held up in what is not ours
+        self._at_work = False
         self._metrics = Metrics()
         self._limits_log = LimitsLog(log)
         self._announcer: Announcer | None = None
@@ -86,6 +87,7 @@ class Core:
         self.observers = Observers(backend.plugins)
         self._undo.append(lambda: self.observers.stop(STOP_S))
         self._slow = SlowThread("kvcore-slow")
+        self._threads += [self.observers.running, self._slow.running]
         self._undo.append(lambda: self._slow.stop(STOP_S))
         self._slow.run(lambda: backend.open(config, self.instance, me.pools, regions)).result()
         self._undo.append(lambda: self._close_backend(regions))
@@ -99,6 +101,7 @@ class Core:
         self.channel = self._peers.channel = Channel(bind, "port", limits.liveness_s / 3, self._peers.on_frame, self._tick)
         self._undo.append(lambda: self.channel.stop(STOP_S))
         self._undo.append(lambda: self._ledger.stop(STOP_S))
+        self._threads.append(self._ledger.running)
         self._http = HttpThread()
         self._undo.append(self._http.stop)
         self._directory = Directory(self._http)
@@ -347,23 +350,18 @@ class Core:
                 self._undo.pop()()
             except Exception:
                 log.exception("a part of %s did not stop cleanly; going on", self.instance)
+        if left := closing.left([thread for threads in self._threads for thread in threads()], self._at_work):
+            log.error("%s is closed, and %s; keep the memory of its pools until its process ends", self.instance, left)
 
     def _close_backend(self, regions: Sequence[Region]) -> None:
-        """Stop the engine; if it and all workers have ended, that proves that no ticket of it runs any more (R3).
+        """Stop the engine; if it and all threads in it have ended, that proves that no ticket of it runs any more (R3).
 
         Destinations that still wait for Drained are fenced one by one before, where the engine can (R4).
         """
-        for instance in self.table.spoken_to() if self._backend.info.capabilities.fences_on_disconnect else ():
-            try:
-                fenced = self._slow.run(functools.partial(self._backend.hooks.kvcore_disconnect, peer=instance)).result(STOP_S)
-            except BaseException:
-                log.exception("peer %s cannot be fenced; its pages stay unproven", instance, extra=about(peer=instance))
-                continue
-            if fenced is True:
-                self.fenced(instance, "decode")
-        stopped = self._slow.run(lambda: self._backend.close(regions)).result(ENGINE_S)
-        if not (stopped and self._ledger.join(STOP_S)):
-            log.error("the engine of %s may still be at work; keep the memory of tickets in flight", self.instance)
-            return
-        for instance in self.table.tickets_towards():
+        peers = self.table.spoken_to() if self._backend.info.capabilities.fences_on_disconnect else ()
+        for instance in closing.fenced(self._slow, self._backend, peers, STOP_S):
+            self.fenced(instance, "decode")
+        stopped = closing.stopped(self._slow, self._backend, regions, ENGINE_S)
+        self._at_work = not (stopped and closing.joined(self._ledger.running(), STOP_S))
+        for instance in () if self._at_work else self.table.tickets_towards():
             self.fenced(instance, "prefill")

@@ -113,9 +113,9 @@ class Ledger:
             self._thread.join(timeout_s)
         return self.workers.stop(max(0.0, deadline - time.monotonic())) and not self._thread.is_alive()
 
-    def join(self, timeout_s: float) -> bool:
-        """After the engine was closed: wait for workers that were still in it; whether all have ended."""
-        return self.workers.join(timeout_s)
+    def running(self) -> list[threading.Thread]:
+        """The threads that call the backend and have not ended."""
+        return [thread for thread in (self._thread, *self.workers.running()) if thread.is_alive()]
 
     def sizes(self) -> dict[str, int]:
         """Orders not taken yet; workers, lanes and stuck workers of a ``blocking`` backend."""

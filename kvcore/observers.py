@@ -77,6 +77,10 @@ class Observers:
         if self._watched and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
+    def running(self) -> list[threading.Thread]:
+        """The thread, unless it has ended."""
+        return [self._thread] if self._thread.is_alive() else []
+
     def __len__(self) -> int:
         return len(self._events)
 

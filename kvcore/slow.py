@@ -54,6 +54,10 @@ class SlowThread:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def running(self) -> list[threading.Thread]:
+        """The thread, unless it has ended."""
+        return [self._thread] if self._thread.is_alive() else []
+
     def _run(self) -> None:
         while (work := self._calls.get()) is not None:
             self.pulse.began()

@@ -82,10 +82,10 @@ class Workers:
             self._ended.wait_for(lambda: not self._running, timeout_s)
             return not (self._running or self._stuck)
 
-    def join(self, timeout_s: float) -> bool:
-        """After ``stop``: wait for all threads, also those of jobs written off; whether all have ended."""
+    def running(self) -> list[threading.Thread]:
+        """The threads that have not ended."""
         with self._lock:
-            return self._ended.wait_for(lambda: not self._threads, timeout_s)
+            return list(self._threads)
 
     @property
     def healthy(self) -> bool:

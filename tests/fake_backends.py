@@ -335,6 +335,49 @@ class ExclusiveBackend(MemoryBackend):
             super().kvcore_close()
 
 
+class HangingBackend(MemoryBackend):
+    """Hooks at whose names there is a gate wait at it."""
+
+    def _stand(self, hook: str) -> None:
+        if hook in self.gates:
+            self.gates[hook].wait()
+
+    @hookimpl
+    def kvcore_connect(self, peer: Peer) -> None:
+        self._stand("connect")
+        super().kvcore_connect(peer)
+
+    @hookimpl
+    def kvcore_transfer(self, transfer: Transfer) -> Any:
+        self._stand("transfer")
+        return super().kvcore_transfer(transfer)
+
+    @hookimpl
+    def kvcore_poll(self, tickets: Sequence[Ticket]) -> Any:
+        self._stand("poll")
+        return super().kvcore_poll(tickets)
+
+    @hookimpl
+    def kvcore_abort(self, room: RoomKey, tickets: Sequence[Ticket]) -> None:
+        self._stand("abort")
+        super().kvcore_abort(room, tickets)
+
+    @hookimpl
+    def kvcore_disconnect(self, peer: str) -> bool:
+        self._stand("disconnect")
+        return super().kvcore_disconnect(peer)
+
+    @hookimpl
+    def kvcore_unregister(self, regions: Sequence[Region]) -> None:
+        self._stand("unregister")
+        super().kvcore_unregister(regions)
+
+    @hookimpl
+    def kvcore_close(self) -> None:
+        self._stand("close")
+        super().kvcore_close()
+
+
 class BadStartBackend(MemoryBackend):
     """``at_open``, or ``at_second`` for the second region, is raised if it is an exception, else returned. Only ``tidy`` ones leave
     nothing registered then."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvcore import KVPoll, Pool
+from kvcore.closing import joined
 from kvcore.hookspecs import DONE, RETRY, Capabilities
 from kvcore.ledger import Ledger
 from kvcore.mapping import Share, whole
@@ -119,7 +120,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
         if isinstance(one.backend, BlockingBackend):
             one.backend.open_gates()
         assert one.ledger.stop(SOON_S)
-        assert one.ledger.join(SOON_S)
+        assert joined(one.ledger.running(), SOON_S)
 
 
 def test_a5_a_room_that_failed_in_its_lane_is_not_transferred_even_before_the_order_to_cancel(bench: Callable[..., Bench]) -> None:

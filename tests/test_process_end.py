@@ -28,10 +28,34 @@ with duo("local") as both:
     if not child:
         both.prefill.close()
         both.decode.close()
+        with duo("local") as own:
+            own.transfer([5], [6])
         sys.exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     both.transfer([1, 2], [3, 4])
     print("the parent goes on")
+"""
+
+
+HANGING = """
+import sys, threading
+from kvcore import core, hookimpl
+from tests.helpers import manager, memory, wait_until
+core.STOP_S, core.ENGINE_S = 0.2, 0.4
+hangs = threading.Event()
+
+class Stuck:
+    @hookimpl(tryfirst=True)
+    def kvcore_transfer(self, transfer):
+        hangs.set()
+        threading.Event().wait()
+
+prefill, decode = [manager(role, memory(4)) for role in ("prefill", "decode")]
+prefill.add_observer(Stuck())
+sender, receiver = prefill.sender(1), decode.receiver(1, prefill.address)
+receiver.receive([1])
+sender.send([2], last=True)
+assert hangs.wait(20)
 """
 
 
@@ -48,7 +72,13 @@ def test_a_manager_that_is_not_closed_is_closed_when_the_process_ends_also_in_mi
     assert done.stderr.count("was not closed; closing it, since its process ends") == 2 and "Traceback" not in done.stderr
 
 
-def test_a_manager_is_not_closed_by_a_fork_of_its_process() -> None:
+def test_a_manager_is_not_closed_by_a_fork_of_its_process_which_can_have_its_own() -> None:
     done = ended(FORKED)
     assert (done.returncode, done.stdout) == (0, "the parent goes on\n"), done.stderr
     assert done.stderr.count("is not closed in its child") >= 2
+
+
+def test_a_process_ends_though_its_engine_hangs() -> None:
+    done = ended(HANGING)
+    assert done.returncode == 0, done.stderr
+    assert "kvcore-progress in kvcore_transfer" in done.stderr and "Traceback" not in done.stderr

@@ -25,7 +25,7 @@ LAYERS = [
     ("errors", "installed", "addresses", "config", "memory", "stats", "metrics", "timers", "pulse", "slow", "workers", "logs"),
     ("protocol", "planner", "page_lists", "hookspecs", "wire", "bootstrap", "http", "environment"),
     ("exclusive", "fast_hooks", "registry", "backends", "backend", "observers", "process", "compat", "flight", "stories"),
-    ("channel", "bootstrap_client", "bootstrap_service", "http_io", "fault_rules", "control_tap", "faults"),
+    ("channel", "closing", "bootstrap_client", "bootstrap_service", "http_io", "fault_rules", "control_tap", "faults"),
     ("room",),
     ("rooms", "pairing", "peers"),
     ("tickets", "ledger", "routes", "handles"),

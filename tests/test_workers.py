@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvcore import KVPoll, core, workers
+from kvcore.closing import joined
 from kvcore.exclusive import HookBusy, OneAtATime
 from kvcore.workers import Job, Workers
 from tests.fake_backends import (
@@ -59,7 +60,7 @@ def pool_of_workers() -> Iterator[Callable[..., Workers]]:
     Task.gates.clear()
     for one in made:
         one.stop(SOON_S)
-        assert one.join(SOON_S)
+        assert joined(one.running(), SOON_S)
 
 
 class Task:
@@ -210,9 +211,9 @@ def test_stop_drops_what_waits_and_is_bounded_by_what_runs() -> None:
     before = time.monotonic()
     assert not pool.stop(SOON_S)  # written off: not waited for, and not over
     assert time.monotonic() - before < SOON_S / 2
-    assert not pool.join(0.05)
+    assert not joined(pool.running(), 0.05)
     stuck.gate.opened.set()
-    assert pool.join(SOON_S)
+    assert joined(pool.running(), SOON_S)
     assert pool.stop(SOON_S)
     pool.put(waiting.job)
     assert pool.sizes() == {"workers": 0, "worker_lanes": 0, "workers_stuck": 0}

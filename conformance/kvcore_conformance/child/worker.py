@@ -179,10 +179,15 @@ class Worker:
         """The instant that a receiver has ended, count bytes of its pages that are still blank, see ``Sight``."""
         self.objects[name] = Sight(self.objects[on], self._arrays[pool], pages, blank)
 
-    def send(self, on: str, pages: dict[str, list[int]], last: bool, gate: str | None, record: str) -> None:
-        """``send`` of a sender, with a gate as its ready object if one is named."""
+    def send(self, on: str, pages: dict[str, list[int]], last: bool, gate: str | None, record: str, layer: int | None) -> None:
+        """``send`` of a sender, with a gate as its ready object if one is named, and of one layer if that is."""
         ready = self.objects.setdefault(gate, Gate()) if gate else None
-        self.objects[on].send(pages, last=last, ready=ready, record=record.encode())
+        layers = range(layer, layer + 1) if layer is not None else None
+        self.objects[on].send(pages, last=last, ready=ready, record=record.encode(), layers=layers)
+
+    def look(self, handles: list[str]) -> list[list[Any]]:
+        """Of each handle its state, and whether its pages are release-safe."""
+        return [[self.objects[name].poll().name, self.objects[name].is_release_safe()] for name in handles]
 
     def hold(self, room: int, name: str) -> None:
         """Hold back the next write of a room until the hold is released: it is in flight, and lands late."""

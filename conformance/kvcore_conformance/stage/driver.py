@@ -163,13 +163,13 @@ class Child:
         backend, than it has."""
         self.work("pretend", major, minor, wire_version, backend)
 
-    def start(self, role: str, pools: Sequence[PoolSpec] = (PoolSpec(),), **config: Any) -> Child:
+    def start(self, role: str, pools: Sequence[PoolSpec] = (PoolSpec(),), waits_s: float = 0.0, **config: Any) -> Child:
         """Make the manager: random memory on prefill, zeroed memory on decode. ``limits`` are put over ``LIMITS``."""
         over = {"backend": self.backend, "backend_options": self.options}
         config = {"role": role, **over, **config, "limits": {**LIMITS, **config.get("limits", {})}}
         seed = self.pid if role == "prefill" else 0
         self.role = role
-        found = self.work("start", config, [vars(pool) for pool in pools], seed)
+        found = self.work("start", config, [vars(pool) for pool in pools], seed, waits_s=waits_s)
         self.address, self.instance, self.admin = found["address"], found["instance"], found["admin"]
         return self
 
@@ -272,12 +272,19 @@ class Handle:
     def _call(self, do: str, *args: object, waits_s: float = 0.0, **kwargs: Any) -> Any:
         return self.child.call(self.name, do, *args, waits_s=waits_s, **kwargs)
 
-    def send(self, pages: Sequence[int] | dict[str, list[int]] = (), last: bool = False, gate: str | None = None, record: str = "") -> None:
+    def send(
+        self,
+        pages: Sequence[int] | dict[str, list[int]] = (),
+        last: bool = False,
+        gate: str | None = None,
+        record: str = "",
+        layer: int | None = None,
+    ) -> None:
         named = pages if isinstance(pages, dict) else {"kv": list(pages)}
-        self.child.work("send", self.name, named, last, gate, record)
+        self.child.work("send", self.name, named, last, gate, record, layer)
 
-    def receive(self, pages: Sequence[int] | dict[str, list[int]] = ()) -> None:
-        self._call("receive", pages if isinstance(pages, dict) else {"kv": list(pages)})
+    def receive(self, pages: Sequence[int] | dict[str, list[int]] = (), prefix: int = 0) -> None:
+        self._call("receive", pages if isinstance(pages, dict) else {"kv": list(pages)}, prefix)
 
     def poll(self) -> str:
         return str(self._call("poll"))

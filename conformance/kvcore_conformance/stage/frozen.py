@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +76,7 @@ class Scene:
 @contextmanager
 def scene(subject: Subject, limits: Mapping[str, float], crew: Crew | None = None) -> Iterator[Scene]:
     """Two paired processes over an engine; ended with the context, whatever state they are in. A crew keeps their last words."""
-    config = {"backend": subject.backend, "backend_options": dict(subject.options), "limits": {**PATIENT, **limits}}
+    config: dict[str, Any] = {"backend": subject.backend, "backend_options": dict(subject.options), "limits": {**PATIENT, **limits}}
     with tempfile.TemporaryDirectory(prefix="kvcore-") as folder, ExitStack() as stack:
         memory, children = list[Memory](), list[Child]()
         for side in ("prefill", "decode"):

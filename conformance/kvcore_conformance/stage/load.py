@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvcore_conformance.stage.arena import MOMENTS, Pair, Room, number
+from kvcore_conformance.stage.driver import Child
 from kvcore_conformance.stage.yard import MINE, POOL, Stuck, Yard
 
 BESIDE = 3
@@ -100,3 +101,11 @@ class Load:
         self.yard.look()
         for handle in (room.sender, room.receiver):
             handle.child.work("drop", handle.name)
+
+
+def letters(prefill: Child, decode: Child) -> None:
+    """Letters come twice or late, until both are healed."""
+    for message in ("Join", "Destination", "Abort", "Ack"):
+        prefill.tap("duplicate", message, outgoing=False)
+    for message in ("Here", "Drained", "Status"):
+        decode.tap("delay", message, outgoing=False, seconds=0.03, copies=1)

@@ -13,7 +13,7 @@ from kvcore_conformance.plugin import seed
 from kvcore_conformance.stage.arena import Pair, paired
 from kvcore_conformance.stage.driver import Crew
 from kvcore_conformance.stage.footprint import Footprint
-from kvcore_conformance.stage.load import Load
+from kvcore_conformance.stage.load import Load, letters
 
 ROOMS = 50
 """Rooms between two looks at the clock."""
@@ -64,10 +64,7 @@ def disturb(pair: Pair) -> None:
     pair.prefill.fault("retry", rate=0.1)
     pair.prefill.fault("delay", seconds=0.02, rate=0.1)
     pair.prefill.fault("delay", seconds=0.02, rate=0.1, hook="kvcore_poll")
-    for message in ("Join", "Destination", "Abort", "Ack"):
-        pair.prefill.tap("duplicate", message, outgoing=False)
-    for message in ("Here", "Drained", "Status"):
-        pair.decode.tap("delay", message, outgoing=False, seconds=0.03, copies=1)
+    letters(pair.prefill, pair.decode)
 
 
 @soak
