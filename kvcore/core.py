@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from kvcore import addresses, gathering
+from kvcore.access import Access
 from kvcore.admin import admin_app
 from kvcore.backend import Backend
 from kvcore.bootstrap import RankInfo
@@ -84,6 +85,7 @@ class Core:
     def _start(self) -> None:
         config, limits = self.config, self.config.limits
         self.table = RoomTable(limits.model_dump() | {"mark_s": 2 * limits.orphan_s}, self.rank, self)
+        access = Access.of(config)
         backend = self._backend = Backend(config.backend, config.backend_options)
         me = introduction(config, self.instance, self.pools, backend.info)
         regions = [region for pool in self.pools.values() for region in pool.regions]
@@ -100,10 +102,11 @@ class Core:
             rank=self.rank,
         )  # fmt: skip
         bind = addresses.Address(addresses.parse_host(config.bind or config.host, "bind"), config.port)
-        self.channel = self._peers.channel = Channel(bind, "port", limits.liveness_s / 3, self._peers.on_frame, self._tick)
+        self.channel = self._peers.channel = Channel(bind, "port", limits.liveness_s / 3, self._peers.on_frame, self._tick, access.keys)
+        self.channel.on_refused = self._peers.on_refused
         self._undo.append(lambda: self.channel.stop(STOP_S))
         self._undo.append(lambda: self._ledger.stop(STOP_S))
-        self._http = HttpThread()
+        self._http = HttpThread(guard=access.guard)
         self._undo.append(self._http.stop)
         self._directory = Directory(self._http)
         self.routes = Routes(self._directory, Whereabouts(self._http), self._peers, self.channel.call)
@@ -123,7 +126,7 @@ class Core:
         self.address = str(addresses.Address(published, self.channel.port))
         if config.role == "decode":
             return
-        info = RankInfo(self.rank, me.place.total, self.address, self.instance, me.order, me.backend, me.place)
+        info = RankInfo(self.rank, me.place.total, self.address, self.instance, me.order, me.backend, me.place, self.channel.public)
         if config.bootstrap is None:
             self._service = BootstrapService(me.place.total)
             port = self._http.serve(self._service.app(), host, config.bootstrap_port, "bootstrap_port")
@@ -179,6 +182,7 @@ class Core:
         """The metrics, with what the ports counted themselves brought up to date."""
         for port, count in {"control": self.channel.bad_messages, **self._http.bad_requests}.items():
             self._metrics.set_count("kvcore_bad_messages_total", count, port=port)
+        self._metrics.set_count("kvcore_refused_peers_total", self.channel.refused)
         return self._metrics
 
     @property
@@ -223,7 +227,9 @@ class Core:
 
     def why_not_reached(self, room: Room) -> str:
         """What a time-out's reason should add: why the other side was not reached."""
-        return self.routes.why(room.group.address) if room.group.address else self._service.why_not_ready() if self._service else ""
+        if room.group.address:
+            return self.routes.why(room.group.address)
+        return (self._service.why_not_ready() if self._service else "") or self.channel.why_refused()
 
     def cancel(self, key: RoomKey) -> None:
         """Cancel a lifetime's tickets."""

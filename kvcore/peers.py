@@ -12,10 +12,12 @@ import secrets
 import time
 
 from kvcore import addresses, hookspecs
+from kvcore.access import unlike
 from kvcore.channel import Channel, Route
 from kvcore.compat import misfit
 from kvcore.errors import KVCoreError, cause, shown
 from kvcore.hookspecs import Capabilities, Endpoint, Hooks
+from kvcore.logs import Once
 from kvcore.pairing import Departed, Home, Link, Peer, Waiter, addressee, engine_peer, other_side
 from kvcore.planner import Layout
 from kvcore.process import known_gone
@@ -45,6 +47,7 @@ class Peers:
         self._departed: dict[str, Departed] = {}
         self.pairings: dict[tuple[Side, str], Peer] = {}
         """By our side: a peer with both roles may be paired twice."""
+        self._once = Once()
         self.channel: Channel  # set by the manager, before anything arrives
 
     # --- sending and dialling
@@ -62,21 +65,32 @@ class Peers:
     def _write(self, route: Route, to: str, body: Body) -> None:
         self.channel.send(route, encode(self.me.instance, to, body), time.monotonic())
 
-    def link(self, address: str, waiter: Waiter) -> None:
-        """Have ``waiter`` told of the instance at a control address, paired, or why it cannot be."""
+    def link(self, address: str, waiter: Waiter, curve: str = "") -> None:
+        """Have ``waiter`` told of the instance at a control address, paired, or why it cannot be.
+
+        ``curve``: the public key that it must have; "" for none.
+        """
+        if why := unlike(self.channel.keys, curve):
+            return waiter.refused(FailureCode.INCOMPATIBLE, self._unlike(f"{address} cannot be dialled: {why}"))
         link = self._links.get(address)
-        if link is None:
+        if link is None or (link.curve != curve and link.peer is None):
+            before = link.waiters if link is not None else []
+            if link is not None:
+                self._drop_link(link)  # it insists on a key that is another's by now
             try:
-                link = self._dial(address)
+                link = self._dial(address, curve)
             except (KVCoreError, OSError) as error:
-                return waiter.refused(FailureCode.PEER_LOST, f"control address {address} cannot be dialled: {error}")
+                for one in (*before, waiter):
+                    one.refused(FailureCode.PEER_LOST, f"control address {address} cannot be dialled: {error}")
+                return None
+            link.waiters = before
         if link.peer is not None:
             return waiter.paired(link.peer)
         link.waiters.append(waiter)
 
-    def _dial(self, address: str) -> Link:
-        route = self.channel.dial(addresses.parse(address, "control address"))
-        link = self._links[address] = Link(address, route, secrets.randbits(53), idle_since=time.monotonic())
+    def _dial(self, address: str, curve: str) -> Link:
+        route = self.channel.dial(addresses.parse(address, "control address"), curve)
+        link = self._links[address] = Link(address, route, secrets.randbits(53), idle_since=time.monotonic(), curve=curve)
         self._home.slowly(self._hooks.kvcore_endpoint, lambda found, error: self._greet(link, found, error))
         return link
 
@@ -99,8 +113,11 @@ class Peers:
 
     def _refuse_link(self, link: Link, code: FailureCode, text: str) -> None:
         """Give a link up and tell who waits. The next room dials again (P4)."""
-        self._drop_link(link)
         log.warning("pairing with %s failed: %s", link.address, text)
+        self._give_up(link, code, text)
+
+    def _give_up(self, link: Link, code: FailureCode, text: str) -> None:
+        self._drop_link(link)
         for waiter in link.waiters:
             waiter.refused(code, text)
 
@@ -108,6 +125,18 @@ class Peers:
         self.channel.hang_up(link.route)
         if self._links.get(link.address) is link:
             del self._links[link.address]
+
+    def on_refused(self, route: Route, why: str) -> None:
+        """A dialled instance does not let this one in, or no more."""
+        link = self._links.get(route.address)
+        if link is not None and link.route is route and link.peer is None:
+            self._give_up(link, FailureCode.INCOMPATIBLE, self._unlike(f"{link.address} refuses this instance: {why}"))
+
+    def _unlike(self, text: str) -> str:
+        """The text, which is logged once: every room with that instance will fail with it."""
+        if self._once.first(text):
+            log.warning("no pairing: %s", text)
+        return text
 
     # --- letters
 
