@@ -185,11 +185,8 @@ class Channel:
 
     def why_refused(self) -> str:
         """What the latest of them showed; "" if there was none."""
-        return (
-            f"the control port here refused {self.refused} connections, the last with {self._door.latest}"
-            if self._door and self.refused
-            else ""
-        )
+        latest = self._door.latest if self._door is not None else ""
+        return f"the control port refused {self.refused} connections, the latest: {latest}" if latest else ""
 
     # --- on the control thread only
 

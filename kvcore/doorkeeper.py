@@ -18,7 +18,7 @@ DOMAIN = b"kvcore"
 MOST_AT_ONCE = 256
 Socket = zmq.Socket[bytes]
 
-_WRONG_START = "a connection without curve keys, or with another public key of this instance than it has"
+_WRONG_START = "a connection that did not get as far as its curve key: it has none, or knows another public key than that of this instance"
 
 
 class Doorkeeper:
@@ -42,7 +42,7 @@ class Doorkeeper:
         router.setsockopt(zmq.CURVE_SERVER, 1)
         router.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        self._failed = self.watch(router, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+        self._failed = self.watch(router, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 
     def introduce(self, dealer: Socket, server: str) -> Socket:
         """Have a socket, not connected yet, show our key and insist on the server's; returns where ``turned_away`` hears of it."""

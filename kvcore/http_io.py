@@ -7,6 +7,7 @@ import hmac
 import logging
 import os
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -179,7 +180,7 @@ class Client:
                 raise ConnectionError(f"no answer in time ({CONNECT_S:g} s to connect, {REQUEST_S:g} s in all)") from error
             except aiohttp.ClientConnectorCertificateError as error:
                 raise ConnectionError(
-                    f"its certificate is not trusted ({one_line(error.certificate_error, MOST_CAUSE)}), see security.tls_ca"
+                    f"its certificate is not trusted ({_mistrust(error.certificate_error)}); see security.tls_ca"
                 ) from error
             except aiohttp.ClientConnectorSSLError as error:
                 raise ConnectionError(f"it does not speak TLS ({_reason(error)}); set security.tls_cert and tls_key there") from error
@@ -201,6 +202,10 @@ async def _body(content: aiohttp.StreamReader) -> bytes:
         parts.append(part)
         room -= len(part)
     return b"".join(parts)
+
+
+def _mistrust(error: Exception) -> str:
+    return one_line(error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else error, MOST_CAUSE)
 
 
 def _reason(error: Exception) -> str:

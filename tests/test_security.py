@@ -59,11 +59,19 @@ def dealers(pair: Duo, number_of: int, keys: Pair | None, server: Pair = PREFILL
         yield made
 
 
+@contextmanager
+def serving() -> Iterator[HttpThread]:
+    http = HttpThread("kvcore-http-test")
+    http.start()
+    yield http
+    http.stop()
+
+
 def warnings(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
     return [record.message for record in caplog.records if words in record.message]
 
 
-def failed(pair: Duo, decode: object = None, timeout_s: float = SOON_S) -> str:
+def failed(pair: Duo, timeout_s: float = SOON_S) -> str:
     """Why a room of the two fails."""
     with pair.decode.receiver(number(), pair.prefill.address) as receiver:
         ended(receiver, KVPoll.FAILED, timeout_s)
@@ -83,7 +91,7 @@ def test_who_shows_an_allowed_key_is_answered_and_nobody_else(keyed: Duo) -> Non
     before = refused(keyed)
     with dealers(keyed, 1, DECODE) as (good,), dealers(keyed, 1, STRANGER) as (other,), dealers(keyed, 1, None) as (plain,):
         assert good.poll(int(SOON_S * 1000)), "a stranger's question comes back to a good one"
-        wait_until(lambda: refused(keyed) == before + 2)
+        wait_until(lambda: refused(keyed) >= before + 2)
         assert not other.poll(100) and not plain.poll(100)
 
 
@@ -114,7 +122,7 @@ def test_a_flood_of_connections_without_keys_is_counted_and_rooms_pass_meanwhile
         for turn in range(10):
             keyed.transfer([turn], [turn])
         wait_until(lambda: refused(keyed) >= before + 300)
-    assert len(warnings(caplog, "without curve keys")) <= 1
+    assert len(warnings(caplog, "did not get as far as its curve key")) <= 1
     keyed.transfer([1], [2])
 
 
@@ -168,26 +176,25 @@ def test_a_sender_that_waits_for_one_who_is_refused_says_so_when_its_limit_passe
 
 def test_a_rank_that_has_another_key_by_now_is_dialled_anew_by_those_who_wait() -> None:
     """What the bootstrap service says of a rank's key may be outdated: it is asked again, and the old way is given up."""
-    http = HttpThread("kvcore-http-test")
-    http.start()
     allowing = DECODE.with_peers(PREFILL, STRANGER)
-    with manager("prefill", source := memory(32, seed=7), security=OURS) as prefill:
-        with manager("decode", target := memory(32), security=allowing) as decode:
-            try:
-                address = f"127.0.0.1:{http.serve(BootstrapService(1).app(), '127.0.0.1', 0, 'test')}"
-                control = f"127.0.0.1:{prefill.control.port}"
-                register(address, RankInfo(0, 1, control, "prefill-old", 1, "local", curve=STRANGER.public))
-                receivers = [decode.receiver(number(), address) for _ in range(3)]
-                wait_until(lambda: prefill.stats().counters["kvcore_refused_peers_total"] > 0)
-                register(address, RankInfo(0, 1, control, prefill.instance, 2, "local", curve=PREFILL.public))
-                for receiver in receivers:
-                    with receiver, prefill.sender(receiver.room) as sender:
-                        receiver.receive([1])
-                        sender.send([2], last=True)
-                        ended(receiver, KVPoll.SUCCESS)
-                assert Duo(prefill, decode, source, target).equal([2], [1])
-            finally:
-                http.stop()
+    source, target = memory(32, seed=7), memory(32)
+    with (
+        manager("prefill", source, security=OURS) as prefill,
+        manager("decode", target, security=allowing) as decode,
+        serving() as http,
+    ):
+        address = f"127.0.0.1:{http.serve(BootstrapService(1).app(), '127.0.0.1', 0, 'test')}"
+        control = f"127.0.0.1:{prefill.control.port}"
+        register(address, RankInfo(0, 1, control, "prefill-old", 1, "local", curve=STRANGER.public))
+        receivers = [decode.receiver(number(), address) for _ in range(3)]
+        wait_until(lambda: prefill.stats().counters["kvcore_refused_peers_total"] > 0)
+        register(address, RankInfo(0, 1, control, prefill.instance, 2, "local", curve=PREFILL.public))
+        for receiver in receivers:
+            with receiver, prefill.sender(receiver.room) as sender:
+                receiver.receive([1])
+                sender.send([2], last=True)
+                ended(receiver, KVPoll.SUCCESS)
+        assert Duo(prefill, decode, source, target).equal([2], [1])
 
 
 def test_an_instance_that_comes_back_with_another_key_works_once_that_is_allowed() -> None:
@@ -300,6 +307,8 @@ def test_rooms_are_announced_and_found_with_the_token_where_a_group_has_several_
 
 # --- TLS
 
+HERE = "IP:127.0.0.1"
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
@@ -332,7 +341,7 @@ def test_rooms_pass_where_the_bootstrap_service_speaks_https(files: dict[str, tu
     ("decode", "says"),
     [
         ({"token": TOKEN}, "; if it speaks TLS, set security.tls_ca here"),
-        ({"token": TOKEN, "tls_ca": "other"}, "its certificate is not trusted (self-signed certificate), see security.tls_ca"),
+        ({"token": TOKEN, "tls_ca": "other"}, "its certificate is not trusted (self-signed certificate); see security.tls_ca"),
     ],
 )
 def test_who_asks_a_service_with_tls_wrongly_says_so_when_the_limit_passes(
@@ -340,7 +349,7 @@ def test_who_asks_a_service_with_tls_wrongly_says_so_when_the_limit_passes(
 ) -> None:
     decode = {name: files[value][0] if name == "tls_ca" else value for name, value in decode.items()}
     with secured(tls(files), Security(**decode), limits={"bootstrap_s": 1.5}) as pair:  # type: ignore[arg-type]
-        assert says.replace("self-signed", "self") in failed(pair).replace("self-signed", "self").replace("self signed", "self")
+        assert says in failed(pair).replace("self signed", "self-signed")  # as older releases of OpenSSL write it
 
 
 def test_who_asks_a_service_without_tls_for_it_says_so_when_the_limit_passes(files: dict[str, tuple[str, str]]) -> None:
