@@ -102,8 +102,8 @@ class Core:
             rank=self.rank,
         )  # fmt: skip
         bind = addresses.Address(addresses.parse_host(config.bind or config.host, "bind"), config.port)
-        self.channel = self._peers.channel = Channel(bind, "port", limits.liveness_s / 3, self._peers.on_frame, self._tick, access.keys)
-        self.channel.on_refused = self._peers.on_refused
+        channel = Channel(bind, "port", limits.liveness_s / 3, self._peers.on_frame, self._tick, access.keys)
+        self.channel = self._peers.attach(channel)
         self._undo.append(lambda: self.channel.stop(STOP_S))
         self._undo.append(lambda: self._ledger.stop(STOP_S))
         self._http = HttpThread(guard=access.guard)
@@ -227,9 +227,8 @@ class Core:
 
     def why_not_reached(self, room: Room) -> str:
         """What a time-out's reason should add: why the other side was not reached."""
-        if room.group.address:
-            return self.routes.why(room.group.address)
-        return (self._service.why_not_ready() if self._service else "") or self.channel.why_refused()
+        unready = self._service.why_not_ready() if self._service else ""
+        return self.routes.why(room.group.address) if room.group.address else unready or self.channel.why_refused()
 
     def cancel(self, key: RoomKey) -> None:
         """Cancel a lifetime's tickets."""

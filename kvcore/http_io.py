@@ -205,7 +205,8 @@ async def _body(content: aiohttp.StreamReader) -> bytes:
 
 
 def _mistrust(error: Exception) -> str:
-    return one_line(error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else error, MOST_CAUSE)
+    why = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else error
+    return f"its certificate is not trusted ({one_line(why, MOST_CAUSE)}); see security.tls_ca"
 
 
 def _reason(error: Exception) -> str:

@@ -48,7 +48,12 @@ class Peers:
         self.pairings: dict[tuple[Side, str], Peer] = {}
         """By our side: a peer with both roles may be paired twice."""
         self._once = Once()
-        self.channel: Channel  # set by the manager, before anything arrives
+        self.channel: Channel  # attached before anything arrives
+
+    def attach(self, channel: Channel) -> Channel:
+        """Speak over a channel, and hear from it who does not let us in."""
+        self.channel, channel.on_refused = channel, self.on_refused
+        return channel
 
     # --- sending and dialling
 

@@ -27,7 +27,7 @@ from kvcore.metrics import COUNTERS, GAUGES, SUMMARIES
 from tests.helpers import ROOT, duo, ended, full_stores, memory
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAM_S = 60.0
 PROGRAMS = dict(re.findall(r"<!-- (examples/\w+\.py) -->\n```python\n(.*?)```", README, re.DOTALL))
 
