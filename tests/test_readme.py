@@ -167,7 +167,9 @@ def test_the_code_about_operating(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_code_about_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (file,), (shell,) = (blocks(page("configuration.md"), language) for language in ("toml", "sh"))
+    (file, secured), (shell, _, _) = (blocks(page("configuration.md"), language) for language in ("toml", "sh"))
+    (tmp_path / "secured.toml").write_text(f'role = "decode"\n{secured}', encoding="utf-8")
+    assert len(kvcore.Config.load(tmp_path / "secured.toml").security.curve_peers or ()) == 1
     (tmp_path / "kvcore.toml").write_text(file, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     config = play("configuration.md")["config"]
