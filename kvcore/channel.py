@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from kvcore.access import CurveKeys
+from kvcore.access import CurveKeys, unlike
 from kvcore.addresses import Address
 from kvcore.doorkeeper import Doorkeeper
-from kvcore.errors import ConfigError
+from kvcore.errors import ConfigError, IncompatiblePeerError
+from kvcore.logs import Once
 from kvcore.wire import MAX_LETTER_BYTES
 
 log = logging.getLogger("kvcore.channel")
@@ -69,6 +70,7 @@ class Channel:
         self._woken = False
         self._wake_lock = threading.RLock()  # a handle may be collected, and wake this, in the middle of a wake
         self._stopping = False
+        self._once = Once()
         self._wake_at = 0.0
         self.bad_messages = 0
         self.tap: Callable[[Route, bytes, bool], int] = straight_through
@@ -191,7 +193,13 @@ class Channel:
     # --- on the control thread only
 
     def dial(self, address: Address, curve: str = "") -> Route:
-        """A new route to an address, whose instance has this public key if we have keys; ``OSError`` if there is none to be had now."""
+        """A new route to an address, whose instance has this public key; "" for none.
+
+        Raises ``OSError`` if there is none to be had now, and ``IncompatiblePeerError`` if we cannot be let in, or it not by us.
+        """
+        if why := unlike(self.keys, curve):
+            self._tell(address, why)
+            raise IncompatiblePeerError(why)
         route: Route | None = None
         try:
             route = Route(self._socket(zmq.DEALER), address=str(address))
@@ -272,7 +280,13 @@ class Channel:
 
     def _turned_away(self, route: Route) -> None:
         if self._door is not None and route.monitor is not None and (why := self._door.turned_away(route.monitor)):
+            self._tell(route.address, why)
             self.on_refused(route, why)
+
+    def _tell(self, address: Address | str, why: str) -> None:
+        """Log once why there is no way to an address: every room there will fail with it."""
+        if self._once.first(f"{address} {why}"):
+            log.warning("no way to %s: %s", address, why)
 
     def _take_calls(self) -> None:
         for _ in range(len(self._calls)):

@@ -83,9 +83,8 @@ class Core:
             raise
 
     def _start(self) -> None:
-        config, limits = self.config, self.config.limits
+        config, limits, access = self.config, self.config.limits, Access.of(self.config)
         self.table = RoomTable(limits.model_dump() | {"mark_s": 2 * limits.orphan_s}, self.rank, self)
-        access = Access.of(config)
         backend = self._backend = Backend(config.backend, config.backend_options)
         me = introduction(config, self.instance, self.pools, backend.info)
         regions = [region for pool in self.pools.values() for region in pool.regions]
@@ -98,12 +97,11 @@ class Core:
         self._peers = Peers(me, limits.send_s, backend.hooks, backend.info.capabilities, self)
         self._ledger = Ledger(
             backend.hooks, backend.info.capabilities, Layout.of(me.pools, regions), limits.ticket_s, self._metrics,
-            lambda instance: self._peers.peer("prefill", instance), self._ticket_ended, self._path_broken, self.table,
-            rank=self.rank,
+            lambda instance: self._peers.peer("prefill", instance), self._ticket_ended, self._path_broken, self.table, rank=self.rank,
         )  # fmt: skip
         bind = addresses.Address(addresses.parse_host(config.bind or config.host, "bind"), config.port)
-        channel = Channel(bind, "port", limits.liveness_s / 3, self._peers.on_frame, self._tick, access.keys)
-        self.channel = self._peers.attach(channel)
+        self.channel = self._peers.channel = Channel(bind, "port", limits.liveness_s / 3, self._peers.on_frame, self._tick, access.keys)
+        self.channel.on_refused = self._peers.on_refused
         self._undo.append(lambda: self.channel.stop(STOP_S))
         self._undo.append(lambda: self._ledger.stop(STOP_S))
         self._http = HttpThread(guard=access.guard)
@@ -227,8 +225,8 @@ class Core:
 
     def why_not_reached(self, room: Room) -> str:
         """What a time-out's reason should add: why the other side was not reached."""
-        unready = self._service.why_not_ready() if self._service else ""
-        return self.routes.why(room.group.address) if room.group.address else unready or self.channel.why_refused()
+        address, service = room.group.address, self._service
+        return self.routes.why(address) if address else (service.why_not_ready() if service else "") or self.channel.why_refused()
 
     def cancel(self, key: RoomKey) -> None:
         """Cancel a lifetime's tickets."""
@@ -295,11 +293,8 @@ class Core:
 
     def slowly(self, call: Callable[[], object], then: Callable[[object, BaseException | None], None]) -> None:
         """Make a slow call; what it gives comes back on the control thread."""
-        future = self._slow.run(call)
-        future.add_done_callback(
-            lambda done: self.channel.call(
-                lambda: then(None, done.exception()) if done.exception() is not None else then(done.result(), None)
-            )
+        self._slow.run(call).add_done_callback(
+            lambda done: self.channel.call(lambda: then(None, e) if (e := done.exception()) is not None else then(done.result(), None))
         )
 
     def holds(self, instance: str) -> bool:

@@ -12,12 +12,10 @@ import secrets
 import time
 
 from kvcore import addresses, hookspecs
-from kvcore.access import unlike
 from kvcore.channel import Channel, Route
 from kvcore.compat import misfit
-from kvcore.errors import KVCoreError, cause, shown
+from kvcore.errors import IncompatiblePeerError, KVCoreError, cause, shown
 from kvcore.hookspecs import Capabilities, Endpoint, Hooks
-from kvcore.logs import Once
 from kvcore.pairing import Departed, Home, Link, Peer, Waiter, addressee, engine_peer, other_side
 from kvcore.planner import Layout
 from kvcore.process import known_gone
@@ -47,13 +45,7 @@ class Peers:
         self._departed: dict[str, Departed] = {}
         self.pairings: dict[tuple[Side, str], Peer] = {}
         """By our side: a peer with both roles may be paired twice."""
-        self._once = Once()
-        self.channel: Channel  # attached before anything arrives
-
-    def attach(self, channel: Channel) -> Channel:
-        """Speak over a channel, and hear from it who does not let us in."""
-        self.channel, channel.on_refused = channel, self.on_refused
-        return channel
+        self.channel: Channel  # set by the manager, before anything arrives
 
     # --- sending and dialling
 
@@ -75,23 +67,21 @@ class Peers:
 
         ``curve``: the public key that it must have; "" for none.
         """
-        if why := unlike(self.channel.keys, curve):
-            return waiter.refused(FailureCode.INCOMPATIBLE, self._unlike(f"{address} cannot be dialled: {why}"))
-        link = self._links.get(address)
-        if link is None or (link.curve != curve and link.peer is None):
-            before = link.waiters if link is not None else []
-            if link is not None:
-                self._drop_link(link)  # it insists on a key that is another's by now
-            try:
-                link = self._dial(address, curve)
-            except (KVCoreError, OSError) as error:
-                for one in (*before, waiter):
-                    one.refused(FailureCode.PEER_LOST, f"control address {address} cannot be dialled: {error}")
-                return None
-            link.waiters = before
+        link, waiters = self._links.get(address), [waiter]
+        if link is not None and link.curve != curve and link.peer is None:  # it insists on a key that is another's by now
+            self._drop_link(link)
+            waiters += link.waiters
+            link = None
+        try:
+            link = link or self._dial(address, curve)
+        except (KVCoreError, OSError) as error:
+            code = FailureCode.INCOMPATIBLE if isinstance(error, IncompatiblePeerError) else FailureCode.PEER_LOST
+            for each in waiters:
+                each.refused(code, f"control address {address} cannot be dialled: {error}")
+            return None
         if link.peer is not None:
             return waiter.paired(link.peer)
-        link.waiters.append(waiter)
+        link.waiters += waiters
 
     def _dial(self, address: str, curve: str) -> Link:
         route = self.channel.dial(addresses.parse(address, "control address"), curve)
@@ -135,13 +125,7 @@ class Peers:
         """A dialled instance does not let this one in, or no more."""
         link = self._links.get(route.address)
         if link is not None and link.route is route and link.peer is None:
-            self._give_up(link, FailureCode.INCOMPATIBLE, self._unlike(f"{link.address} refuses this instance: {why}"))
-
-    def _unlike(self, text: str) -> str:
-        """The text, which is logged once: every room with that instance will fail with it."""
-        if self._once.first(text):
-            log.warning("no pairing: %s", text)
-        return text
+            self._give_up(link, FailureCode.INCOMPATIBLE, f"{link.address} refuses this instance: {why}")
 
     # --- letters
 

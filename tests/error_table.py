@@ -519,6 +519,8 @@ CASES = [
          ("security.curve_secret", "40 characters"), zmq.ZMQError),
     Case("public key that no curve has", lambda t: t.start(security=Pair.fresh().with_peers(Pair("#" * 40, ""))), ConfigError,
          ("security.curve_peers",), Exception),
+    Case("peer with a key, and none here", lambda t: t.pair.decode.control.dial(addresses.Address("a", 1), Pair.fresh().public),
+         IncompatiblePeerError, ("curve keys", "security.curve_secret")),
     Case("pyzmq without CURVE", without_curve, ConfigError, ("security.curve_secret", "pyzmq")),
     Case("certificate that is none", lambda t: t.start(security=certified(t)), ConfigError, ("tls_cert", "kvcore.toml"), OSError),
     Case("authority that is none", lambda t: t.start("decode", security=kvcore.Security(tls_ca="/none")), ConfigError,

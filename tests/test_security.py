@@ -133,7 +133,7 @@ def test_an_instance_whose_key_is_not_allowed_fails_its_rooms_at_once_and_is_tol
             reason = failed(pair)
         assert f"refuses this instance: it does not let in this instance's curve key {STRANGER.public}; add it to" in reason
         assert time.monotonic() - begun < SOON_S, "long before bootstrap_s"
-        assert refused(pair) == 4 and len(warnings(caplog, "refused curve key")) == len(warnings(caplog, "no pairing")) == 1
+        assert refused(pair) == 4 and len(warnings(caplog, "refused curve key")) == len(warnings(caplog, "no way to")) == 1
         with manager("decode", memory(32), security=THEIRS) as good:
             Duo(pair.prefill, good, pair.source, memory(32)).open()[1].receive([1])
             wait_until(lambda: good.stats().peers == 1)
