@@ -91,6 +91,7 @@ def test_a_prefill_group_whose_instances_ask_over_tls_serves_tls() -> None:
         ("tls_ca", None, "FileNotFoundError"),
         ("tls_ca", "nothing", "give certificates as a PEM file"),
     ],
+    ids=["no key file", "short", "not ASCII", "no key", "no token file", "empty", "blanks", "no certificates", "no PEM"],
 )
 def test_a_file_that_cannot_be_used_is_named_with_its_setting(setting: str, text: str | None, says: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
@@ -184,6 +185,7 @@ def test_new_keys_are_a_pair_of_which_only_the_owner_can_read_the_secret_one(tmp
         (CurveKeys(PAIR.public, "", frozenset({PAIR.public})), "", "set security.curve_secret there"),
         (CurveKeys(PAIR.public, "", frozenset({PAIR.public})), OTHER.public, "is not allowed here; add it to security.curve_peers"),
     ],
+    ids=["neither has", "theirs only", "own", "ours only", "not allowed"],
 )
 def test_who_cannot_be_dialled_is_told_which_side_has_keys(keys: CurveKeys | None, theirs: str, says: str) -> None:
     found = unlike(keys, theirs)
