@@ -22,6 +22,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check --quiet
 JOBS ?= 3
 PYTEST = $(BIN)/python -m pytest --timeout 120 -n $(JOBS) --dist loadfile
 PYTEST_SLOW = $(BIN)/python -m pytest --timeout 1800
+OWN := kvcore floors/kvcore_floors conformance/kvcore_conformance $(wildcard plugins/*/kvcore_*)
 STAMP := $(VENV)/.installed
 PLUGIN_STAMPS := $(ENGINES:%=$(STAMP)-%)
 STAMP_MORI := $(VENV_MORI)/.installed
@@ -134,6 +135,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive $(OWN)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -43,6 +43,8 @@ class RankInfo(msgspec.Struct, frozen=True):
     backend: Word
     place: Place = Place()
     """Where it stands; rank and size follow from it."""
+    curve: Annotated[str, Meta(max_length=40, pattern=r"^([!-~]{40})?\Z")] = ""
+    """Its public curve key, without which its control port cannot be dialled; "" if it has none."""
 
     def __post_init__(self) -> None:
         if self.rank >= self.size:

@@ -216,7 +216,8 @@ class Directory:
         if answer.status >= 500:
             return error_text(answer.body) or f"answered {answer.status}"
         if answer.status != 200:
-            return LookupFailure(address, f"answered {answer.status}: {error_text(answer.body)}; is this a prefill group's address?")
+            hint = "has the group that token?" if answer.status == 401 else "is this a prefill group's address?"
+            return LookupFailure(address, f"answered {answer.status}: {error_text(answer.body)}; {hint}")
         try:
             return read(answer.body, Group)
         except ValueError as error:

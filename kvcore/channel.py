@@ -16,8 +16,11 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from kvcore.access import CurveKeys, unlike
 from kvcore.addresses import Address
-from kvcore.errors import ConfigError
+from kvcore.doorkeeper import Doorkeeper
+from kvcore.errors import ConfigError, IncompatiblePeerError
+from kvcore.logs import Once
 from kvcore.pulse import Pulse
 from kvcore.wire import MAX_LETTER_BYTES
 
@@ -33,13 +36,15 @@ LINGER_MS = 100
 
 @dataclass(eq=False, slots=True)
 class Route:
-    """A way to one peer: a DEALER of its own, or an identity behind the ROUTER. ``blocked_at``: when a send first failed."""
+    """A way to one peer: a DEALER of its own, or an identity behind the ROUTER. ``blocked_at``: when a send first failed; ``monitor``:
+    where one with keys hears that it is not let in."""
 
     socket: zmq.Socket[bytes]
     identity: bytes | None = None
     address: str = ""
     blocked_at: float | None = None
     closed: bool = field(default=False)
+    monitor: zmq.Socket[bytes] | None = None
 
 
 class Channel:
@@ -52,8 +57,12 @@ class Channel:
         keepalive_s: float,
         on_frame: Callable[[Route, bytes], None],
         on_tick: Callable[[float], float | None],
+        keys: CurveKeys | None = None,
     ) -> None:
         self._on_frame, self._on_tick = on_frame, on_tick
+        self.keys = keys
+        self.on_refused: Callable[[Route, str], None] = lambda _route, _why: None
+        """Called on the control thread with a dialled route that is not let in, and why."""
         self._keepalive_s = max(1, round(min(keepalive_s, MOST_KEEPALIVE_S)))
         self._calls: deque[Callable[[], object]] = deque()
         self._wake_read, self._wake_write = os.pipe()
@@ -62,6 +71,7 @@ class Channel:
         self._woken = False
         self._wake_lock = threading.RLock()  # a handle may be collected, and wake this, in the middle of a wake
         self._stopping = False
+        self._once = Once()
         self._wake_at = 0.0
         self.bad_messages = 0
         self.tap: Callable[[Route, bytes, bool], int] = straight_through
@@ -71,10 +81,16 @@ class Channel:
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._routes: dict[zmq.Socket[bytes], Route] = {}
+        self._monitored: dict[zmq.Socket[bytes], Route] = {}
+        self._door = Doorkeeper(self._context, keys) if keys is not None else None
+        if self._door is not None:
+            self._door.guard(self._router)
         self.port = self._bind(bind, setting)
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._wake_read, zmq.POLLIN)
+        for socket in self._door.sockets if self._door is not None else ():
+            self._poller.register(socket, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="kvcore-control", daemon=True)
         self.pulse = Pulse(self._thread)
 
@@ -153,24 +169,49 @@ class Channel:
     @property
     def sockets(self) -> int:
         """Sockets that are open."""
-        return 0 if self._context.closed else 1 + len(self._routes)
+        doors = len(self._door.sockets) if self._door is not None else 0
+        return 0 if self._context.closed else 1 + len(self._routes) + len(self._monitored) + doors
+
+    @property
+    def public(self) -> str:
+        """Our public key; "" without keys."""
+        return self.keys.public if self.keys is not None else ""
+
+    @property
+    def refused(self) -> int:
+        """Connections to the control port that were refused for their curve key."""
+        return self._door.refused if self._door is not None else 0
+
+    def why_refused(self) -> str:
+        """What the latest of them showed; "" if there was none."""
+        latest = self._door.latest if self._door is not None else ""
+        return f"the control port refused {self.refused} connections, the latest: {latest}" if latest else ""
 
     # --- on the control thread only
 
-    def dial(self, address: Address) -> Route:
-        """A new route to an address; ``OSError`` if there is none to be had now."""
+    def dial(self, address: Address, curve: str = "") -> Route:
+        """A new route to an address, whose instance has this public key; "" for none.
+
+        Raises ``OSError`` if there is none to be had now, and ``IncompatiblePeerError`` if we cannot be let in, or it not by us.
+        """
+        if why := unlike(self.keys, curve):
+            self._tell(address, why)
+            raise IncompatiblePeerError(why)
+        route: Route | None = None
         try:
-            socket = self._socket(zmq.DEALER)
+            route = Route(self._socket(zmq.DEALER), address=str(address))
+            if self._door is not None:
+                route.monitor = self._door.introduce(route.socket, curve)
+            route.socket.connect(address.zmq)
         except zmq.ZMQError as error:
+            if route is not None:
+                self._close(route)
             raise OSError(error.errno, error.strerror) from error
-        try:
-            socket.connect(address.zmq)
-        except zmq.ZMQError as error:
-            socket.close()
-            raise OSError(error.errno, error.strerror) from error
-        route = Route(socket, address=str(address))
-        self._routes[socket] = route
-        self._poller.register(socket, zmq.POLLIN)
+        self._routes[route.socket] = route
+        self._poller.register(route.socket, zmq.POLLIN)
+        if route.monitor is not None:
+            self._monitored[route.monitor] = route
+            self._poller.register(route.monitor, zmq.POLLIN)
         return route
 
     def hang_up(self, route: Route) -> None:
@@ -180,7 +221,15 @@ class Channel:
         route.closed = True
         self._poller.unregister(route.socket)
         del self._routes[route.socket]
+        if route.monitor is not None:
+            self._poller.unregister(route.monitor)
+            del self._monitored[route.monitor]
+        self._close(route)
+
+    def _close(self, route: Route) -> None:
         route.socket.close()
+        if route.monitor is not None:
+            route.monitor.close()
 
     def send(self, route: Route, frame: bytes, now: float) -> bool:
         """Send one frame now, or drop it; notes since when the route is blocked."""
@@ -223,8 +272,22 @@ class Channel:
             if ready == self._wake_read:
                 os.read(self._wake_read, 4096)
                 self._woken = False  # after the read: a wake in between is served by the turn that follows
+            elif self._door is not None and ready in self._door.sockets:
+                self._door.serve(ready)
+            elif ready in self._monitored:
+                self._turned_away(self._monitored[ready])
             elif isinstance(ready, zmq.Socket):
                 self._receive(ready)
+
+    def _turned_away(self, route: Route) -> None:
+        if self._door is not None and route.monitor is not None and (why := self._door.turned_away(route.monitor)):
+            self._tell(route.address, why)
+            self.on_refused(route, why)
+
+    def _tell(self, address: Address | str, why: str) -> None:
+        """Log once why there is no way to an address: every room there will fail with it."""
+        if self._once.first(f"{address} {why}"):
+            log.warning("no way to %s: %s", address, why)
 
     def _take_calls(self) -> None:
         for _ in range(len(self._calls)):
@@ -266,6 +329,8 @@ class Channel:
         for route in list(self._routes.values()):
             self.hang_up(route)
         self._router.close()
+        if self._door is not None:
+            self._door.close()
         with self._wake_lock:
             self._context.term()
             os.close(self._wake_read)

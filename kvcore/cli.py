@@ -78,6 +78,15 @@ def application() -> "typer.Typer":
         """Move the KV cache of requests from prefill to decode instances."""
         context.obj = debug
 
+    @app.command()
+    def keys(
+        file: Annotated[str, typer.Argument(metavar="FILE", help="A new file, for security.curve_secret_file.")],
+    ) -> None:
+        """Make a pair of curve keys: the secret one goes to a new file, the public one is printed."""
+        from kvcore.access import new_keys
+
+        typer.echo(new_keys(file))
+
     for command in (backends, doctor, demo, explain, new):
         app.command()(command)
     app.add_typer(bench)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from kvcore import addresses
@@ -54,7 +54,7 @@ def like(pattern: str, form: str) -> AfterValidator:
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)  # an input may be a secret
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -73,7 +73,7 @@ def describe(what: str, error: ValidationError, places: Mapping[str, str] = Mapp
         message = _ADVICE.get(item["type"]) or one_line(item["msg"].removeprefix("Value error, "), MOST_CAUSE)
         whole = item["type"] == "value_error" and isinstance(item["input"], (dict, BaseModel))
         told = item["type"] == "missing" or whole or shown(item["input"]) in message
-        value = "" if told else f", got {shown(item['input'])}"
+        value = "" if told else f", got {display(f'{what}.{name}', item['input'])}"
         subject = f"{one_line(name, MOST_SHOWN)}: " if name else ""
         parts.append(f"{subject}{message[:1].lower()}{message[1:]}{value}{_origins(name, message, places)}")
     more = f"; and {len(parts) - MOST_LISTED} more" if len(parts) > MOST_LISTED else ""
@@ -87,6 +87,15 @@ _ADVICE = {
     "extra_forbidden": "there is no such setting, correct its name or remove it",
     "tuple_type": 'must be a list, such as ["a", "b"]',
 }
+
+
+_PRIVATE = re.compile("secur|secret|token|curve|passw|key", re.IGNORECASE)
+
+
+def display(name: str, value: object) -> str:
+    """The value of a setting as logs and errors quote it; not if the setting's name, or one in a table, says that it may be a secret."""
+    private = _PRIVATE.search(name) or (isinstance(value, Mapping) and _PRIVATE.search(one_line(value)))
+    return "a value that is not shown" if private else shown(value)
 
 
 def _wrong(error: ValidationError, prefix: tuple[int | str, ...] = ()) -> Iterator[tuple[str, ErrorDetails]]:
@@ -171,10 +180,59 @@ class Topology(_Model):
         return Place(self.tp_size, self.tp_rank, self.pp_size, self.pp_rank, self.dp_size, self.dp_rank)
 
 
+KEY = r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}"
+KEY_FORM = "a curve key of 40 characters (Z85), such as kvcore keys makes"
+BEARER = r"[!-~]{16,512}"
+BEARER_FORM = "16 to 512 printable ASCII characters without blanks"
+
+
+def _secret(pattern: str, form: str) -> AfterValidator:
+    def check(value: SecretStr) -> SecretStr:
+        if not re.fullmatch(pattern, value.get_secret_value()):
+            raise ValueError(f"must be {form}")
+        return value
+
+    return AfterValidator(check)
+
+
 class Security(_Model):
-    """Which backends may be chosen. ``None`` allows any that is installed."""
+    """Who may talk to an instance, and which backends it may have; by default anybody who reaches it, and any. See ``SECURITY.md``.
+
+    Secrets are never shown: not in ``repr``, errors or logs. Files are read when a manager starts.
+    """
 
     backends: tuple[str, ...] | None = None
+    """The names that ``Config.backend`` may have; None: any that is installed."""
+    curve_secret: Annotated[SecretStr, _secret(KEY, KEY_FORM)] | None = None
+    """This instance's secret key: the control port then takes, and dials, peers with allowed keys only, encrypted (CURVE)."""
+    curve_secret_file: str | None = None
+    """A file that holds it, instead."""
+    curve_peers: tuple[Annotated[str, like(KEY, KEY_FORM)], ...] | None = None
+    """Public keys that are allowed besides this instance's own; None: its own only, as where all instances share one pair."""
+    token: Annotated[SecretStr, _secret(BEARER, BEARER_FORM)] | None = None
+    """What every request to the bootstrap and admin ports must bear, ``/health`` excepted, and what is shown to those of others."""
+    token_file: str | None = None
+    """A file that holds it, instead."""
+    tls_cert: str | None = None
+    """A PEM file with the certificate (chain) that the bootstrap and admin ports show: they then speak HTTPS only."""
+    tls_key: str | None = None
+    """A PEM file with its private key, not encrypted."""
+    tls_ca: str | None = None
+    """A PEM file with the authorities that certificates of bootstrap services must be signed by: they are then asked over HTTPS only."""
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Security:
+        if self.curve_secret is not None and self.curve_secret_file is not None:
+            raise ValueError("curve_secret and curve_secret_file are both set; leave one out")
+        if self.token is not None and self.token_file is not None:
+            raise ValueError("token and token_file are both set; leave one out")
+        if self.curve_peers is not None and self.curve_secret is None and self.curve_secret_file is None:
+            raise ValueError("curve_peers is set, and this instance has no key; set curve_secret or curve_secret_file too")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key belong together; set both or neither")
+        if self.tls_cert is not None and self.tls_ca is None:
+            raise ValueError("tls_cert is set without tls_ca, by which instances know one another's certificates; set it too")
+        return self
 
 
 Port = Annotated[int, Field(ge=0, le=65535, strict=True)]
@@ -215,6 +273,10 @@ class Config(_Model):
             raise ValueError(
                 f"rank {self.topology.place.number} of {self.topology.place.total} has no bootstrap; "
                 "give it the address of its group's rank 0, which serves it"
+            )
+        if self.role != "decode" and self.bootstrap is None and self.security.tls_ca is not None and self.security.tls_cert is None:
+            raise ValueError(
+                "security.tls_ca is set, and the bootstrap service here has no certificate; set security.tls_cert and tls_key too"
             )
         allowed = self.security.backends
         if allowed is not None and self.backend.partition("@")[0] not in allowed:
@@ -276,7 +338,8 @@ def _from_environment() -> dict[str, Any]:
             table = table.setdefault(parent, {})
             if not isinstance(table, dict):
                 raise ConfigError(f"environment variable {name} sets a part of a value that another variable sets whole; unset one of them")
-        table[leaf] = _scalar(text)
+        plain = parents == ["security"]  # where a secret may look like a number, and must not become one
+        table[leaf] = text if plain and text.lower() != "none" else _scalar(text)
     return values
 
 
@@ -300,6 +363,7 @@ def _merge(into: dict[str, Any], values: dict[str, Any], place: str, origin: dic
             _merge(into.setdefault(name, {}), value, place, origin, full + ".")
             continue
         if full in origin and into.get(name) != value:
-            log.info("setting %s: %s from %s wins over %s from %s", full, shown(value), place, shown(into[name]), origin[full])
+            winner, loser = display(full, value), display(full, into[name])
+            log.info("setting %s: %s from %s wins over %s from %s", full, winner, place, loser, origin[full])
         into[name] = value
         origin[full] = place

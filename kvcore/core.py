@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from kvcore import addresses, closing, gathering
+from kvcore.access import Access
 from kvcore.admin import admin_app
 from kvcore.backend import Backend
 from kvcore.bootstrap import RankInfo
@@ -79,7 +80,7 @@ class Core:
             raise
 
     def _start(self) -> None:
-        config, limits = self.config, self.config.limits
+        config, limits, access = self.config, self.config.limits, Access.of(self.config)
         self.table = RoomTable(limits.model_dump() | {"mark_s": 2 * limits.orphan_s}, self.rank, self)
         backend = self._backend = Backend(config.backend, config.backend_options)
         me = introduction(config, self.instance, self.pools, backend.info)
@@ -94,15 +95,15 @@ class Core:
         self._peers = Peers(me, limits.send_s, backend.hooks, backend.info.capabilities, self)
         self._ledger = Ledger(
             backend.hooks, backend.info.capabilities, Layout.of(me.pools, regions), limits.ticket_s, self._metrics,
-            lambda instance: self._peers.peer("prefill", instance), self._ticket_ended, self._path_broken, self.table,
-            rank=self.rank,
+            lambda instance: self._peers.peer("prefill", instance), self._ticket_ended, self._path_broken, self.table, rank=self.rank,
         )  # fmt: skip
         bind = addresses.Address(addresses.parse_host(config.bind or config.host, "bind"), config.port)
-        self.channel = self._peers.channel = Channel(bind, "port", limits.liveness_s / 3, self._peers.on_frame, self._tick)
+        self.channel = self._peers.channel = Channel(bind, "port", limits.liveness_s / 3, self._peers.on_frame, self._tick, access.keys)
+        self.channel.on_refused = self._peers.on_refused
         self._undo.append(lambda: self.channel.stop(STOP_S))
         self._undo.append(lambda: self._ledger.stop(STOP_S))
         self._threads.append(self._ledger.running)
-        self._http = HttpThread()
+        self._http = HttpThread(guard=access.guard)
         self._undo.append(self._http.stop)
         self._directory = Directory(self._http)
         self.stories = Stories(self)
@@ -129,7 +130,7 @@ class Core:
         self.address = str(addresses.Address(published, self.channel.port))
         if config.role == "decode":
             return
-        info = RankInfo(self.rank, me.place.total, self.address, self.instance, me.order, me.backend, me.place)
+        info = RankInfo(self.rank, me.place.total, self.address, self.instance, me.order, me.backend, me.place, self.channel.public)
         if config.bootstrap is None:
             self.overview.service = BootstrapService(me.place.total)
             port = self._http.serve(self.overview.service.app(), host, config.bootstrap_port, "bootstrap_port")
@@ -194,7 +195,8 @@ class Core:
 
     def why_not_reached(self, room: Room) -> str:
         """What a time-out's reason should add: why the other side was not reached."""
-        return self.routes.why(room.group.address) if room.group.address else self.overview.why_not_ready()
+        address = room.group.address
+        return self.routes.why(address) if address else self.overview.why_not_ready() or self.channel.why_refused()
 
     def cancel(self, key: RoomKey) -> None:
         """Cancel a lifetime's tickets."""
@@ -262,11 +264,8 @@ class Core:
 
     def slowly(self, call: Callable[[], object], then: Callable[[object, BaseException | None], None]) -> None:
         """Make a slow call; what it gives comes back on the control thread."""
-        future = self._slow.run(call)
-        future.add_done_callback(
-            lambda done: self.channel.call(
-                lambda: then(None, done.exception()) if done.exception() is not None else then(done.result(), None)
-            )
+        self._slow.run(call).add_done_callback(
+            lambda done: self.channel.call(lambda: then(None, e) if (e := done.exception()) is not None else then(done.result(), None))
         )
 
     def holds(self, instance: str) -> bool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import http.client
 import urllib.error
-import urllib.parse
 import urllib.request
 from typing import Annotated
 
 import typer
 
+from kvcore.access import Guard
 from kvcore.addresses import parse
 from kvcore.cli_options import Timeout
+from kvcore.config import Security
 from kvcore.errors import cause, one_line
 from kvcore.room import room_id
 from kvcore.sides import ToolError
@@ -22,19 +24,26 @@ def explain(
     room: Annotated[int, typer.Argument(metavar="ROOM", help="The room's number.")],
     address: Annotated[str, typer.Option(metavar="HOST:PORT", help="The admin port of an instance that has or had the room.")],
     attempt: Annotated[int, typer.Option(help="The room's attempt.")] = 0,
+    token_file: Annotated[str | None, typer.Option(metavar="FILE", help="Where its security.token is.")] = None,
+    tls_ca: Annotated[str | None, typer.Option(metavar="FILE", help="Certificates to trust, if it speaks TLS.")] = None,
     timeout: Timeout = 10.0,
 ) -> None:
     """Show what happened to a room: there, and at the instances on the other side, which that one asks."""
     name, where = room_id(room, attempt), parse(address, "--address")
-    url = f"http://{where}/rooms/{name.number}?{urllib.parse.urlencode({'attempt': name.attempt})}"
+    guard = Guard.of(Security(token_file=token_file, tls_ca=tls_ca))
+    scheme = "http" if guard.asking is None else "https"
+    request = urllib.request.Request(f"{scheme}://{where}/rooms/{name.number}?attempt={name.attempt}")
+    if guard.token:
+        request.add_header("Authorization", f"Bearer {guard.token}")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=guard.asking))
     try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=timeout) as answer:
+        with opener.open(request, timeout=timeout) as answer:
             text = answer.read(MOST_BYTES).decode(errors="replace")
     except urllib.error.HTTPError as error:
         with error:
             told = one_line(error.read(MOST_BYTES).decode(errors="replace"))
         raise ToolError(f"{where} answered {error.code}: {told}; pass an instance's admin port, as set by Config.admin") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         why = getattr(reason, "strerror", None) or cause(reason)
         raise ToolError(f"{where} gave no answer ({why}); pass an instance's admin port, as set by Config.admin") from error

@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvcore.access import OPEN, Guard
 from kvcore.addresses import Address, parse_host
 from kvcore.errors import ConfigError
 
@@ -52,9 +53,13 @@ class Refusal(Exception):
 
 
 class HttpThread:
-    """A named daemon thread that runs an asyncio loop. It is started once and stopped once; both may be called again."""
+    """A named daemon thread that runs an asyncio loop. It is started once and stopped once; both may be called again.
 
-    def __init__(self, name: str = "kvcore-http") -> None:
+    ``guard``: the token and TLS of the ports that it serves, and of those that it asks.
+    """
+
+    def __init__(self, name: str = "kvcore-http", guard: Guard = OPEN) -> None:
+        self._guard = guard
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = False
@@ -130,7 +135,7 @@ class HttpThread:
             return self._bad[setting]
 
         async def start() -> None:
-            self._runners.append(await start_server(app, sockets, setting, on_bad))
+            self._runners.append(await start_server(app, sockets, setting, on_bad, self._guard))
 
         try:
             self.run(start()).result(STOP_S)
@@ -148,7 +153,7 @@ class HttpThread:
         if self._client is None:
             from kvcore.http_io import Client
 
-            self._client = Client()
+            self._client = Client(self._guard)
         return await self._client.request(method, address, path, body)
 
     @property

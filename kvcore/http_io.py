@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import os
 import socket
+import ssl
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import aiohttp
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger, AbstractResolver, ResolveResult
+from aiohttp.typedefs import Handler, Middleware
 from yarl import URL
 
+from kvcore.access import Guard
 from kvcore.addresses import Address
+from kvcore.errors import MOST_CAUSE, one_line
 from kvcore.http import Answer, Refusal
 
 log = logging.getLogger("kvcore.http")
@@ -31,7 +36,7 @@ _SILENT = logging.Logger("kvcore.http.aiohttp", logging.CRITICAL + 1)  # it woul
 
 
 @web.middleware
-async def _guard(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+async def _bounded(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Whatever a handler does becomes one bounded answer in JSON."""
     try:
         return await asyncio.wait_for(handler(request), HANDLER_S)
@@ -48,7 +53,23 @@ async def _guard(request: web.Request, handler: Callable[[web.Request], Awaitabl
         return web.json_response({"error": "internal error, see the log"}, status=500)
 
 
-async def start_server(app: web.Application, sockets: Sequence[socket.socket], setting: str, on_bad: Callable[[], int]) -> web.AppRunner:
+def _bearing(token: str) -> Middleware:
+    """Middleware that serves who bears the token; ``/health`` is everybody's, for probes."""
+    wanted = f"Bearer {token}".encode()
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        shown = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if request.path == "/health" or hmac.compare_digest(shown, wanted):
+            return await handler(request)
+        raise Refusal(401, f"the request bears {'another' if shown else 'no'} token (security.token; header Authorization: Bearer)")
+
+    return check
+
+
+async def start_server(
+    app: web.Application, sockets: Sequence[socket.socket], setting: str, on_bad: Callable[[], int], guard: Guard
+) -> web.AppRunner:
     """Serve ``app`` on bound sockets. ``on_bad`` is called for each 4xx answer, malformed requests included, and returns their number."""
     quiet_until = 0.0
 
@@ -62,7 +83,9 @@ async def start_server(app: web.Application, sockets: Sequence[socket.socket], s
                 quiet_until = now + LOG_EVERY_S
                 log.warning("%s: request from %s refused with %d; %d so far", setting, request.remote, response.status, count)
 
-    app.middlewares.insert(0, _guard)
+    if guard.token:
+        app.middlewares.insert(0, _bearing(guard.token))
+    app.middlewares.insert(0, _bounded)
     runner = web.AppRunner(
         app,
         access_log_class=BadRequests,
@@ -75,7 +98,7 @@ async def start_server(app: web.Application, sockets: Sequence[socket.socket], s
     )
     await runner.setup()
     for sock in sockets:
-        await web.SockSite(runner, sock).start()
+        await web.SockSite(runner, sock, ssl_context=guard.serving).start()
     return runner
 
 
@@ -133,10 +156,14 @@ def _addresses(host: str, port: int, family: socket.AddressFamily) -> list[Resol
 class Client:
     """Asks servers over at most ``CONNECTIONS`` connections at once. Made and used on the loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard) -> None:
         self._slots = asyncio.Semaphore(CONNECTIONS)
+        self._scheme = "http" if guard.asking is None else "https"
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=CONNECTIONS, keepalive_timeout=5.0, resolver=_DaemonResolver()),
+            connector=aiohttp.TCPConnector(
+                limit=CONNECTIONS, keepalive_timeout=5.0, resolver=_DaemonResolver(), ssl=guard.asking if guard.asking is not None else True
+            ),
+            headers={"Authorization": f"Bearer {guard.token}"} if guard.token else None,
             timeout=aiohttp.ClientTimeout(total=REQUEST_S, sock_connect=CONNECT_S),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -144,13 +171,22 @@ class Client:
 
     async def request(self, method: str, address: Address, path: str, body: bytes | None) -> Answer:
         """One question; raises ``ConnectionError`` with a short reason. The time-out starts when a connection is free."""
-        url = URL.build(scheme="http", host=address.host, port=address.port, path=path)  # text would not keep an IPv6 scope as it is
+        url = URL.build(scheme=self._scheme, host=address.host, port=address.port, path=path)  # text would not keep an IPv6 scope as it is
         async with self._slots:
             try:
                 async with self._session.request(method, url, data=body, allow_redirects=False) as response:
                     return Answer(response.status, await _body(response.content))
             except asyncio.TimeoutError as error:
                 raise ConnectionError(f"no answer in time ({CONNECT_S:g} s to connect, {REQUEST_S:g} s in all)") from error
+            except aiohttp.ClientConnectorCertificateError as error:
+                raise ConnectionError(
+                    f"its certificate is not trusted ({_mistrust(error.certificate_error)}); see security.tls_ca"
+                ) from error
+            except aiohttp.ClientConnectorSSLError as error:
+                raise ConnectionError(f"it does not speak TLS ({_reason(error)}); set security.tls_cert and tls_key there") from error
+            except (aiohttp.ServerDisconnectedError, ConnectionResetError) as error:
+                hint = "" if url.scheme == "https" else "; if it speaks TLS, set security.tls_ca here"
+                raise ConnectionError(f"{_reason(error)}{hint}") from error
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 raise ConnectionError(_reason(error)) from error
 
@@ -166,6 +202,11 @@ async def _body(content: aiohttp.StreamReader) -> bytes:
         parts.append(part)
         room -= len(part)
     return b"".join(parts)
+
+
+def _mistrust(error: Exception) -> str:
+    why = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else error
+    return f"its certificate is not trusted ({one_line(why, MOST_CAUSE)}); see security.tls_ca"
 
 
 def _reason(error: Exception) -> str:

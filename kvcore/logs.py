@@ -38,3 +38,18 @@ class LimitsLog:
             self._quiet_until = now + self._every_s
             left_out, self._left_out = self._left_out, 0
         self._log.warning("%s%s", reason.text, f" (and {left_out} more since the last such line)" if left_out else "", extra=about(key))
+
+
+class Once:
+    """Which of many things come for the first time; of more than ``most`` kinds, those after the first are none."""
+
+    def __init__(self, most: int = 256) -> None:
+        self._most = most
+        self._seen: set[str] = set()
+
+    def first(self, what: str) -> bool:
+        """Whether it is worth a line."""
+        if what in self._seen or len(self._seen) >= self._most:
+            return False
+        self._seen.add(what)
+        return True

@@ -153,6 +153,7 @@ COUNTERS = {
     "kvcore_failures_total": "Rooms that failed, by code.",
     "kvcore_released_unproven_total": "Pages released by limit, without proof that no engine touches them.",
     "kvcore_bad_messages_total": "Messages that could not be understood, by port.",
+    "kvcore_refused_peers_total": "Connections to the control port that were refused for their curve key.",
     "kvcore_handles_collected_total": "Handles that were garbage-collected without clear.",
 }
 SUMMARIES = {

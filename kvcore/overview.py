@@ -96,6 +96,7 @@ class Overview:
         """The metrics, with what the ports counted themselves brought up to date."""
         for port, count in {"control": self.channel.bad_messages, **self.http.bad_requests}.items():
             self.metrics.set_count("kvcore_bad_messages_total", count, port=port)
+        self.metrics.set_count("kvcore_refused_peers_total", self.channel.refused)
         return self.metrics
 
     def why_not_ready(self) -> str:

@@ -102,6 +102,8 @@ class Link:
     peer: Peer | None = None
     waiters: list[Waiter] = field(default_factory=list)
     idle_since: float = 0.0
+    curve: str = ""
+    """The public key that the instance there must have."""
 
 
 @dataclass(eq=False, slots=True)

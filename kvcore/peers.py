@@ -11,10 +11,10 @@ import logging
 import secrets
 import time
 
-from kvcore import addresses, hookspecs
+from kvcore import addresses, hookspecs, wire
 from kvcore.channel import Channel, Route
 from kvcore.compat import misfit
-from kvcore.errors import KVCoreError, cause, shown
+from kvcore.errors import IncompatiblePeerError, KVCoreError, cause, shown
 from kvcore.hookspecs import Capabilities, Endpoint, Hooks
 from kvcore.logs import about
 from kvcore.pairing import Departed, Home, Link, Peer, Waiter, addressee, engine_peer, other_side
@@ -22,23 +22,7 @@ from kvcore.planner import Layout
 from kvcore.process import known_gone
 from kvcore.protocol.messages import RoomMessage
 from kvcore.states import FailureCode, Side
-from kvcore.wire import (
-    Body,
-    Explain,
-    Hello,
-    Introduction,
-    Letter,
-    Ping,
-    Refuse,
-    RoomBody,
-    Story,
-    Stranger,
-    Welcome,
-    checked,
-    decode,
-    encode,
-    one_line,
-)  # fmt: skip
+from kvcore.wire import Body, Hello, Introduction, Letter, Ping, Refuse, RoomBody, Stranger, Welcome, checked, decode, encode, one_line
 
 log = logging.getLogger("kvcore.peers")
 
@@ -76,7 +60,7 @@ class Peers:
         if peer is not None:
             self._write(peer.route, instance, message)
 
-    def ask(self, instance: str, question: Explain) -> bool:
+    def ask(self, instance: str, question: wire.Explain) -> bool:
         """Ask a paired instance about a room; False if it is none."""
         peer = self.peer("prefill", instance) or self.peer("decode", instance)
         if peer is not None:
@@ -86,21 +70,30 @@ class Peers:
     def _write(self, route: Route, to: str, body: Body) -> None:
         self.channel.send(route, encode(self.me.instance, to, body), time.monotonic())
 
-    def link(self, address: str, waiter: Waiter) -> None:
-        """Have ``waiter`` told of the instance at a control address, paired, or why it cannot be."""
-        link = self._links.get(address)
-        if link is None:
-            try:
-                link = self._dial(address)
-            except (KVCoreError, OSError) as error:
-                return waiter.refused(FailureCode.PEER_LOST, f"control address {address} cannot be dialled: {error}")
+    def link(self, address: str, waiter: Waiter, curve: str = "") -> None:
+        """Have ``waiter`` told of the instance at a control address, paired, or why it cannot be.
+
+        ``curve``: the public key that it must have; "" for none.
+        """
+        link, waiters = self._links.get(address), [waiter]
+        if link is not None and link.curve != curve and link.peer is None:  # it insists on a key that is another's by now
+            self._drop_link(link)
+            waiters += link.waiters
+            link = None
+        try:
+            link = link or self._dial(address, curve)
+        except (KVCoreError, OSError) as error:
+            code = FailureCode.INCOMPATIBLE if isinstance(error, IncompatiblePeerError) else FailureCode.PEER_LOST
+            for each in waiters:
+                each.refused(code, f"control address {address} cannot be dialled: {error}")
+            return None
         if link.peer is not None:
             return waiter.paired(link.peer)
-        link.waiters.append(waiter)
+        link.waiters += waiters
 
-    def _dial(self, address: str) -> Link:
-        route = self.channel.dial(addresses.parse(address, "control address"))
-        link = self._links[address] = Link(address, route, secrets.randbits(53), idle_since=time.monotonic())
+    def _dial(self, address: str, curve: str) -> Link:
+        route = self.channel.dial(addresses.parse(address, "control address"), curve)
+        link = self._links[address] = Link(address, route, secrets.randbits(53), idle_since=time.monotonic(), curve=curve)
         self._home.slowly(self._hooks.kvcore_endpoint, lambda found, error: self._greet(link, found, error))
         return link
 
@@ -123,8 +116,11 @@ class Peers:
 
     def _refuse_link(self, link: Link, code: FailureCode, text: str) -> None:
         """Give a link up and tell who waits. The next room dials again (P4)."""
-        self._drop_link(link)
         log.warning("pairing with %s failed: %s", link.address, text)
+        self._give_up(link, code, text)
+
+    def _give_up(self, link: Link, code: FailureCode, text: str) -> None:
+        self._drop_link(link)
         for waiter in link.waiters:
             waiter.refused(code, text)
 
@@ -132,6 +128,12 @@ class Peers:
         self.channel.hang_up(link.route)
         if self._links.get(link.address) is link:
             del self._links[link.address]
+
+    def on_refused(self, route: Route, why: str) -> None:
+        """A dialled instance does not let this one in, or no more."""
+        link = self._links.get(route.address)
+        if link is not None and link.route is route and link.peer is None:
+            self._give_up(link, FailureCode.INCOMPATIBLE, f"{link.address} refuses this instance: {why}")
 
     # --- letters
 
@@ -154,10 +156,10 @@ class Peers:
         if peer is None:  # where a hello of ours is out, it may be paired already from its side
             return self._write(route, letter.source, Ping() if self._greets(route) else Stranger())
         self._hear(peer, route)
-        if isinstance(body, Explain):
+        if isinstance(body, wire.Explain):
             answer = self._home.stories.answer(body)
             return self._write(route, letter.source, answer) if answer is not None else None
-        if isinstance(body, Story):
+        if isinstance(body, wire.Story):
             return self._home.stories.told(letter.source, body)
         if isinstance(body, RoomMessage) and not (peer.side == addressee(body) and self._home.got(peer.side, body, peer.party(body.room))):
             self.channel.note_bad(f"{type(body).__name__} of room {body.room} from {peer.instance} makes no sense here")

@@ -103,7 +103,7 @@ class Routes:
         fresh = [info for info in search.expected if info not in search.linked]
         search.linked = set(search.expected)
         for info in fresh:
-            self._peers.link(info.control, _RankWaiter(search, info, self))
+            self._peers.link(info.control, _RankWaiter(search, info, self), info.curve)
 
     def rank_paired(self, search: Search, info: RankInfo, peer: Peer) -> None:
         """One rank is paired; with the last the route is known."""

@@ -21,6 +21,7 @@ from pydantic import BaseModel, field_validator
 
 import kvcore
 from kvcore import Config, KVManager, Limits, Pool, Region, addresses, errors, handles, hookimpl, installed, registry
+from kvcore.access import new_keys
 from kvcore.backends.local import LocalBackend
 from kvcore.bootstrap import RankInfo
 from kvcore.bootstrap_client import Registrar
@@ -51,6 +52,7 @@ from kvcore.planner import Descriptors, Layout, Plan, check, check_listed, split
 from kvcore.states import FailureCode, Reason, RoomId
 from tests.fake_backends import BadStartBackend, MemoryBackend, install
 from tests.helpers import Duo, config, duo, memory, number
+from tests.secured import Pair
 
 ROOT = Path(kvcore.__file__).resolve().parent
 
@@ -407,6 +409,16 @@ def wrong_variable(t: Tools) -> None:
     Config.load(role="both")
 
 
+def without_curve(t: Tools) -> None:
+    t.patch.setattr(zmq, "has", lambda what: False)
+    t.start(security=Pair.fresh().with_peers())
+
+
+def certified(t: Tools) -> kvcore.Security:
+    file = str(t.file("nothing"))
+    return kvcore.Security(tls_cert=file, tls_key=file, tls_ca=file)
+
+
 class Misspelt:
     @hookimpl
     def kvcore_on_evnt(self, event: object) -> None: ...
@@ -496,6 +508,24 @@ CASES = [
     Case("wildcard as host", lambda t: Config(role="both", host="0.0.0.0"), ConfigError, ("host", "'0.0.0.0'"), ValueError),
     Case("backend not allowed", lambda t: Config(role="both", security={"backends": ["mori"]}), ConfigError, ("'local'", "mori"),  # type: ignore[arg-type]
          ValueError),
+    Case("backend that is not asked over TLS", lambda t: Config(role="prefill", security=kvcore.Security(tls_ca="a")), ConfigError,
+         ("security.tls_ca", "tls_cert"), ValueError),
+    Case("secret that is shown nowhere", lambda t: kvcore.Security(token="short"), ConfigError, ("token", "16"), ValueError),  # type: ignore[arg-type]
+    Case("key file that is not there", lambda t: t.start(security=kvcore.Security(curve_secret_file="/none/key")), ConfigError,
+         ("security.curve_secret_file /none/key", "No such file"), OSError),
+    Case("token file that holds none", lambda t: t.start(security=kvcore.Security(token_file=str(t.file("a")))), ConfigError,
+         ("security.token_file", "kvcore.toml", "16")),
+    Case("key that no curve has", lambda t: t.start(security=kvcore.Security(curve_secret="#" * 40)), ConfigError,  # type: ignore[arg-type]
+         ("security.curve_secret", "40 characters"), zmq.ZMQError),
+    Case("public key that no curve has", lambda t: t.start(security=Pair.fresh().with_peers(Pair("#" * 40, ""))), ConfigError,
+         ("security.curve_peers",), Exception),
+    Case("peer with a key, and none here", lambda t: t.pair.decode.control.dial(addresses.Address("a", 1), Pair.fresh().public),
+         IncompatiblePeerError, ("curve keys", "security.curve_secret")),
+    Case("pyzmq without CURVE", without_curve, ConfigError, ("security.curve_secret", "pyzmq")),
+    Case("certificate that is none", lambda t: t.start(security=certified(t)), ConfigError, ("tls_cert", "kvcore.toml"), OSError),
+    Case("authority that is none", lambda t: t.start("decode", security=kvcore.Security(tls_ca="/none")), ConfigError,
+         ("security.tls_ca /none",), OSError),
+    Case("file of keys that is there", lambda t: new_keys(str(t.file("a"))), ConfigError, ("kvcore.toml", "File exists"), OSError),
     Case("variable that is wrong", wrong_variable, ConfigError, ("limits.input_s", "'5m'", "(from KVCORE_LIMITS__INPUT_S)"), ValueError),
     Case("file that is wrong", lambda t: Config.load(t.file("role = 1")), ConfigError, ("role", "1", "kvcore.toml)"), ValueError),
     Case("variables that contradict", conflicting_variables, ConfigError, ("KVCORE_LIMITS__INPUT_S",)),

@@ -6,11 +6,12 @@ import logging
 import time
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvcore import KVPoll, RoomError
+from kvcore import KVPoll, RoomError, Security
 from kvcore.faults import ControlTap
 from kvcore.flight import _WORDS, MOST_ENTRIES, FlightRecord
 from kvcore.protocol import events as ev
@@ -20,6 +21,7 @@ from kvcore.stories import ANSWERS_PER_S, GONE, NO_ANSWER, Stories
 from kvcore.wire import MAX_STORY, Explain, Story
 from tests.commands import kvcore, one_line
 from tests.helpers import Duo, duo, ended, manager, memory, wait_until
+from tests.secured import TOKEN, certificate
 
 ROOM = RoomId(7)
 
@@ -194,6 +196,19 @@ def test_the_command_shows_both_sides() -> None:
         done = kvcore("explain", str(room.number), "--address", prefill.admin_address)
     assert (done.returncode, done.stderr) == (0, "")
     assert in_order(done.stdout, "(prefill)", "SUCCESS", f"{decode.instance}: ", "(decode)", "SUCCESS")
+
+
+def test_the_command_shows_its_token_and_speaks_tls(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    security = Security(token_file=str(token), tls_cert=cert, tls_key=key, tls_ca=cert)
+    with manager("prefill", memory(4), admin="127.0.0.1:0", security=security) as prefill:
+        asked = ("explain", "7", "--address", prefill.admin_address, "--tls-ca", cert)
+        done = kvcore(*asked, "--token-file", str(token))
+        assert (done.returncode, done.stdout, done.stderr) == (0, "room 7 (prefill)\n  nothing is stored\n", "")
+        assert "answered 401" in kvcore(*asked).stderr
+        assert "gave no answer" in kvcore(*asked[:-2]).stderr
 
 
 def test_the_command_says_what_is_wrong() -> None:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from kvcore import Pool, peers
+from kvcore.access import CurveKeys
 from kvcore.addresses import Address
 from kvcore.channel import Channel, Route
 from kvcore.hookspecs import Capabilities, Endpoint, Hooks
@@ -55,11 +56,13 @@ def introduction(instance: str, version: tuple[int, int] = (1, 0)) -> Introducti
 class FakeChannel:
     """Keeps what is sent."""
 
+    keys: CurveKeys | None = None
+
     def __init__(self) -> None:
         self.sent: list[tuple[Route, Letter]] = []
         self.bad: list[str] = []
 
-    def dial(self, address: Address) -> Route:
+    def dial(self, address: Address, curve: str = "") -> Route:
         return Route(SOCKET, address=str(address))
 
     def send(self, route: Route, frame: bytes, now: float) -> bool:

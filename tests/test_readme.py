@@ -27,7 +27,7 @@ from kvcore.metrics import COUNTERS, GAUGES, SUMMARIES
 from tests.helpers import ROOT, duo, ended, full_stores, memory
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAM_S = 60.0
 PROGRAMS = dict(re.findall(r"<!-- (examples/\w+\.py) -->\n```python\n(.*?)```", README, re.DOTALL))
 
@@ -167,7 +167,9 @@ def test_the_code_about_operating(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_code_about_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (file,), (shell,) = (blocks(page("configuration.md"), language) for language in ("toml", "sh"))
+    (file, secured), (shell, _, _) = (blocks(page("configuration.md"), language) for language in ("toml", "sh"))
+    (tmp_path / "secured.toml").write_text(f'role = "decode"\n{secured}', encoding="utf-8")
+    assert len(kvcore.Config.load(tmp_path / "secured.toml").security.curve_peers or ()) == 1
     (tmp_path / "kvcore.toml").write_text(file, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     config = play("configuration.md")["config"]

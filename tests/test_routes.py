@@ -66,7 +66,7 @@ class FakePeers:
     def __init__(self) -> None:
         self.waiters: list[tuple[str, Waiter]] = []
 
-    def link(self, address: str, waiter: Waiter) -> None:
+    def link(self, address: str, waiter: Waiter, curve: str = "") -> None:
         self.waiters.append((address, waiter))
 
     def answer(self, instance: str) -> None:

@@ -258,7 +258,8 @@ def wrong_bodies(good: dict[str, Any]) -> Iterator[bytes]:
     text = json.dumps(good).encode()
     yield from (b"", b"{", b"null", b"[]", b'"text"', b"\xff\xfe", b"[" * 50_000, b" " * 70_000, text[:-1], text + b"}", pickle.dumps(good))
     yield from (chance.randbytes(length) for length in (1, 10, 100, 1000, 60_000))
-    for name in good.keys() - {"place"}:
+    yield from (json.dumps({**good, "curve": curve}).encode() for curve in (None, 1, ["x"], "x", "x" * 41, "x" * 39 + " ", "x" * 39 + "\n"))
+    for name in good.keys() - {"place", "curve"}:
         yield json.dumps({key: value for key, value in good.items() if key != name}).encode()
         for value in (None, True, -1, 1.5, [], {}, "", "a\nb", 2**64, "x" * 400):
             yield json.dumps({**good, name: value}).encode()

@@ -208,4 +208,5 @@ def paired(crew: Crew, pools: Sequence[PoolSpec] = POOLS, meet: bool = True, **c
 
 def shared() -> str | None:
     """Where files are memory, if there is such a place: some engines do not register pages of a disk's files."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+    place = "/dev/shm"  # nosec B108 # files in it are made by tempfile
+    return place if Path(place).is_dir() else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import pickle
+import pickle  # nosec B403 # it only makes bytes, for others not to read
 import random
 import socket
 import sys
