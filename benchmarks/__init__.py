@@ -1,0 +1,1 @@
+"""Long proofs and measurements that are run by hand."""
