@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import zmq
@@ -50,31 +51,36 @@ class Control:
         self._inside = Inside(ward, liar.scene.source) if isinstance(ward, Neighbour) else None
 
     def ready(self) -> None:
-        if self._inside is not None:
-            self._inside.learning = True
-        liar, rooms = self.liar, self._rooms
-        opened(self._ward, rooms, liar.address if isinstance(liar, LyingPrefill) else "", ROOMS)
-        mine = {number: handle.generation for number, handle in rooms.items()}
-        if isinstance(liar, LyingPrefill):
-            liar.serve(lambda: all(liar.joined.get(number) == generation for number, generation in mine.items()))
-            liar.scene.lives = [Life(number, 0, generation, 7) for number, generation in mine.items()]
+        with self._through_sockets():
+            self._ready()
+
+    def _ready(self) -> None:
+        """Have the liar paired, and rooms that it knows."""
+        opened(self._ward, self._rooms, self.liar.address if isinstance(self.liar, LyingPrefill) else "", ROOMS)
+        mine = {number: handle.generation for number, handle in self._rooms.items()}
+        if isinstance(self.liar, LyingPrefill):
+            joined = self.liar.joined
+            self.liar.serve(lambda: all(joined.get(number) == generation for number, generation in mine.items()))
+            self.liar.scene.lives = [Life(number, 0, generation, 7) for number, generation in mine.items()]
         else:
-            liar.pair()
-            liar.scene.lives = [Life(number, 0, 7, generation) for number, generation in mine.items()]
-        if self._inside is not None:
-            self._inside.learning = False
+            self.liar.pair()
+            self.liar.scene.lives = [Life(number, 0, 7, generation) for number, generation in mine.items()]
 
     def send(self, seed: int, indices: Sequence[int]) -> list[str]:
-        made = [frame(seed, index, self.liar.scene) for index in indices]
-        for at in range(0, len(made), AT_ONCE):
-            frames = [data for _, data in made[at : at + AT_ONCE]]
+        kinds = []
+        for at in range(0, len(indices), AT_ONCE):
+            some = indices[at : at + AT_ONCE]
+            made = [frame(seed, index, self.liar.scene) for index in some]
+            kinds += [kind for kind, _ in made]
             if self._inside is not None:
-                self._inside.deliver(frames)
-                continue
-            for number, data in zip(indices[at:], frames, strict=False):
-                self.liar.send([data] if number % 50 else [data, data])
+                self._inside.deliver([data for _, data in made])
+            for index, (_, data) in zip(some, made, strict=True) if self._inside is None else ():
+                self.liar.send([data] if index % 50 else [data, data])
                 self.liar.drain()
-        return [kind for kind, _ in made]
+            with self._through_sockets():
+                if not self.liar.alive():  # one of the letters was a good farewell
+                    self._ready()
+        return kinds
 
     def rest(self) -> None:
         for handle in self._rooms.values():
@@ -82,8 +88,17 @@ class Control:
         self._rooms.clear()
         if isinstance(self.liar, LyingPrefill):
             self.liar.joined.clear()
-        self.liar.leave()
-        self.liar.drain()
+        with self._through_sockets():
+            self.liar.leave()
+
+    @contextmanager
+    def _through_sockets(self) -> Iterator[None]:
+        if self._inside is None:
+            yield
+            return
+        self._inside.learning = True
+        yield
+        self._inside.learning = False
 
     def close(self) -> None:
         """Hang up."""

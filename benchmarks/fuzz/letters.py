@@ -56,7 +56,7 @@ def dice_for(seed: int, index: int) -> random.Random:
 def letter(dice: random.Random, scene: Scene) -> dict[str, Any]:
     """A valid letter, of any type."""
     kind = dice.choice(BODIES)
-    if kind in ENDERS and dice.random() < 0.8:
+    if kind in ENDERS and dice.random() < 0.97:
         kind = dice.choice([body for body in BODIES if body not in ENDERS])
     body = build(dice, described(kind))
     if "room" in body:
