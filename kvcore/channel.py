@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from kvcore.addresses import Address
+from kvcore.descriptors import DescriptorWatch
 from kvcore.errors import ConfigError
 from kvcore.wire import MAX_LETTER_BYTES
 
@@ -61,7 +62,8 @@ class Channel:
         self._woken = False
         self._wake_lock = threading.RLock()  # a handle may be collected, and wake this, in the middle of a wake
         self._stopping = False
-        self._wake_at = 0.0
+        self._wake_at = self._look_at = 0.0
+        self._descriptors = DescriptorWatch(log)
         self.bad_messages = 0
         self.tap: Callable[[Route, bytes, bool], int] = straight_through
         """How many times a frame on a route goes on, out (True) or in (False); 0 drops it. Called on the control thread, for tests."""
@@ -215,6 +217,9 @@ class Channel:
     def _turn(self) -> None:
         self._take_calls()
         now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + IDLE_S
+            self._descriptors.look(self._wake_read)
         wanted = self._on_tick(now)
         self._wake_at = now + IDLE_S if wanted is None else min(wanted, now + IDLE_S)
         wait_ms = 0 if self._calls else max(0, int((self._wake_at - now) * 1000) + 1)

@@ -16,6 +16,7 @@ from kvcore.channel import Channel, Route
 from kvcore.compat import misfit
 from kvcore.errors import KVCoreError, cause, shown
 from kvcore.hookspecs import Capabilities, Endpoint, Hooks
+from kvcore.logs import SparingLog
 from kvcore.pairing import Departed, Home, Link, Peer, Waiter, addressee, engine_peer, other_side
 from kvcore.planner import Layout
 from kvcore.process import known_gone
@@ -29,6 +30,8 @@ LAST_HELLO_S = 2.0
 CLOSED = "it was closed"
 MAX_PAIRINGS = 4096
 """Pairings under way at once; further hellos are dropped and come again (P5)."""
+MAX_PEERS = 16_384
+"""Instances paired with a side at once; a further one is refused (P5)."""
 
 
 class Peers:
@@ -40,6 +43,7 @@ class Peers:
         self._hooks, self._capabilities, self._home = hooks, capabilities, home
         self._beat_s = min(1.0, me.liveness_s / 4)
         self._ticked: float | None = None
+        self._refusals, self._comings = SparingLog(log), SparingLog(log)
         self._pairing_now: dict[str, int] = {}
         self._links: dict[str, Link] = {}
         self._departed: dict[str, Departed] = {}
@@ -100,7 +104,7 @@ class Peers:
     def _refuse_link(self, link: Link, code: FailureCode, text: str) -> None:
         """Give a link up and tell who waits. The next room dials again (P4)."""
         self._drop_link(link)
-        log.warning("pairing with %s failed: %s", link.address, text)
+        self._refusals.say(logging.WARNING, f"pairing with {link.address} failed: {text}")
         for waiter in link.waiters:
             waiter.refused(code, text)
 
@@ -142,9 +146,7 @@ class Peers:
         self.channel.note_bad(f"control protocol {letter.v} where {self.me.version[0]} is spoken, from {letter.source!r}")
         text = misfit(self.me, letter.body.me) if isinstance(letter.body, Hello) else None
         if isinstance(letter.body, Hello) and text is not None:
-            text = one_line(text)
-            log.warning("refused to pair: %s", text)
-            self._write(route, letter.source, Refuse(letter.body.pairing, text))
+            self._refuse(route, letter.source, Refuse(letter.body.pairing, one_line(text)))
 
     def _hear(self, peer: Peer, route: Route) -> None:
         peer.heard, peer.excused = time.monotonic(), 0.0
@@ -179,17 +181,25 @@ class Peers:
             self._hear(peer, route)
             self.channel.send(peer.route, peer.welcome, time.monotonic())
             return
-        if self._pairing_now.get(source) == hello.pairing or len(self._pairing_now) >= MAX_PAIRINGS:
+        if self._pairing_now.get(source) == hello.pairing:
             return
+        if len(self._pairing_now) >= MAX_PAIRINGS:
+            return self._refusals.say(logging.WARNING, f"hello of {source} dropped: {MAX_PAIRINGS} pairings are under way; it comes again")
         layout = self._fit(hello.me)
         if isinstance(layout, str):
-            log.warning("refused to pair: %s", layout)
-            return self._write(route, source, Refuse(hello.pairing, layout))
+            return self._refuse(route, source, Refuse(hello.pairing, layout))
+        if peer is None and len(self.pairings) >= MAX_PEERS:
+            text = f"{self.me.instance} is paired with {MAX_PEERS} instances, the most it takes; use another prefill instance"
+            return self._refuse(route, source, Refuse(hello.pairing, text, FailureCode.RESOURCES))
         if peer is not None:
             self.lose(peer, "it pairs anew")
         self._pairing_now[source] = hello.pairing
         theirs = engine_peer(hello.me, hello.data, hello.keys)
         self._home.slowly(lambda: self._connect(theirs), lambda found, error: self._connected(route, hello, layout, found, error))
+
+    def _refuse(self, route: Route, source: str, refuse: Refuse) -> None:
+        self._refusals.say(logging.WARNING, f"refused to pair: {refuse.text}")
+        self._write(route, source, refuse)
 
     def _fit(self, theirs: Introduction) -> Layout | str:
         """The peer's layout, or why it does not fit (P1)."""
@@ -215,7 +225,7 @@ class Peers:
                 raise error or TypeError(f"kvcore_endpoint returned {found!r:.100}")
             welcome = checked(self.me.instance, source, Welcome(hello.pairing, self.me, found.data, tuple(found.keys)))
         except BaseException as why:
-            log.warning("the engine cannot reach %s: %s", source, cause(why))
+            self._refusals.say(logging.WARNING, f"the engine cannot reach {source}: {cause(why)}")
             text = f"the prefill engine cannot reach this instance: {cause(why)}"
             return self._write(route, source, Refuse(hello.pairing, one_line(text), FailureCode.BACKEND))
         spoken = hello.spoken.get(self.me.instance, 0)
@@ -225,7 +235,7 @@ class Peers:
     def _pair(self, peer: Peer) -> None:
         self.pairings[peer.side, peer.instance] = peer
         self._departed.pop(peer.instance, None)  # what proves that it was gone proves nothing now
-        log.info("paired with %s (%s rank %d)", peer.instance, peer.intro.role, peer.intro.place.number)
+        self._comings.say(logging.INFO, f"paired with {peer.instance} ({peer.intro.role} rank {peer.intro.place.number})")
         self._home.event("paired", peer=peer.instance)
 
     # --- pairing: decode
@@ -265,7 +275,7 @@ class Peers:
         place = peer.intro.place
         name = peer.instance if place.total == 1 else f"{peer.instance} ({peer.intro.role} rank {place.number})"
         text = f"peer {name} lost: {text}"
-        log.log(logging.INFO if text.endswith(CLOSED) else logging.WARNING, "%s", text)
+        self._comings.say(logging.INFO if text.endswith(CLOSED) else logging.WARNING, text)
         departed = self._departed[peer.instance] = Departed(peer.intro, gone)
         self._home.lost(peer.instance, text, replaced)
         self._home.event("peer_lost", peer=peer.instance, reason=text)

@@ -22,7 +22,7 @@ MOST_IMPORT_S = 0.4
 
 LAYERS = [
     ("states",),
-    ("errors", "installed", "addresses", "config", "memory", "stats", "metrics", "timers", "slow", "workers", "logs"),
+    ("errors", "installed", "addresses", "config", "memory", "stats", "metrics", "timers", "slow", "workers", "logs", "descriptors"),
     ("protocol", "planner", "page_lists", "hookspecs", "wire", "bootstrap", "http", "environment"),
     ("exclusive", "fast_hooks", "registry", "backends", "backend", "observers", "process", "compat"),
     ("channel", "bootstrap_client", "bootstrap_service", "http_io", "admin", "fault_rules", "control_tap", "faults"),

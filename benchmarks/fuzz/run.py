@@ -158,6 +158,8 @@ def _judge(report: Report, made: Plant, before: dict[str, Figures], warm: dict[s
         was = before[name]
         if now.stores != was.stores:
             wrong.append(f"{name}: stores {now.stores} where there were {was.stores}")
+        if now.raised:
+            wrong.append(f"{name}: {len(now.raised)} exceptions, such as {now.raised[0]}")
         if not now.healthy:
             wrong.append(f"{name}: not healthy")
         if now.footprint.threads > was.footprint.threads + 4:

@@ -77,6 +77,8 @@ class Figures(NamedTuple):
     bad: dict[str, int]
     footprint: Footprint
     healthy: bool
+    raised: list[str]
+    """Log lines that tell of an exception that nobody expected."""
 
 
 QUEUES = {"control_calls", "slow_calls", "http_calls", "orders", "events", "collected", "workers", "records", "bootstrap_rooms"}
@@ -89,7 +91,7 @@ def figures(ward: Child) -> Figures:
     stores = {name: size for name, size in ward.work("stats")["stores"].items() if size and name not in QUEUES}
     bad = {port: ward.bad_messages(port) for port in ("control", "bootstrap_port", "admin")}
     healthy = json.loads(_get(ward.admin, "/health"))["ok"] is True
-    return Figures(stores, ward.work("log_lines"), bad, Footprint.of(ward.pid), healthy)
+    return Figures(stores, ward.work("log_lines"), bad, Footprint.of(ward.pid), healthy, ward.logged("Traceback"))
 
 
 def _get(address: str, path: str) -> bytes:
