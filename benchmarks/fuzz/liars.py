@@ -21,7 +21,7 @@ from kvcore.states import KVPoll
 from kvcore.wire import Body, Hello, Introduction, Letter, Ping, Stranger, Welcome, decode, encode
 
 PATIENCE_S = 10.0
-HELLO_EVERY_S, MARKER_S = 0.5, 1.0
+HELLO_EVERY_S, MARKER_S, MARKERS = 0.5, 2.0, 3
 NOBODYS_ROOM = 1 << 50
 _numbers = itertools.count(1)
 
@@ -53,16 +53,22 @@ class Liar:
     def alive(self) -> bool:
         """Whether it is still paired; when that is known, all that was sent before has been taken."""
         self._nonce += 1
-        marker = f"marker-{self._nonce}"
         self.send([encode(self.scene.source, self.scene.to, self._question(self._nonce))])
+        for turn in range(MARKERS):  # the answer to a question is sent a turn later than a stranger's
+            if not self._marked(f"marker-{self._nonce}-{turn}"):
+                break
+            if self._answered == self._nonce:
+                return True
+        return False
+
+    def _marked(self, marker: str) -> bool:
+        """Whether a letter is answered that gets an answer in any case, to whom it says it is from."""
         deadline = time.monotonic() + MARKER_S
-        while time.monotonic() < deadline:
-            if not self.send([encode(marker, "nobody", Ping())]):  # answered in any case, to whom it says it is from
-                return False
+        while time.monotonic() < deadline and self.send([encode(marker, "nobody", Ping())]):
             self._socket.poll(20)
             if any(letter.to == marker for letter in self.drain()):
-                break
-        return self._answered == self._nonce
+                return True
+        return False
 
     def drain(self) -> list[Letter]:
         """Take what came back."""

@@ -61,9 +61,18 @@ def schedule(fronts: Sequence[Front], weights: Sequence[int]) -> Sequence[Front]
 
 
 def attack(
-    way: str, seed: int, indices: Sequence[int], batch: int = BATCH, minutes: float | None = None, say: Callable[[str], None] = print
+    way: str,
+    seed: int,
+    indices: Sequence[int],
+    batch: int = BATCH,
+    stretch: int = STRETCH,
+    minutes: float | None = None,
+    say: Callable[[str], None] = print,
 ) -> Report:
-    """Send the messages with these numbers, ``inside`` one process past the sockets, or to the ``sockets`` of others."""
+    """Send the messages with these numbers, ``inside`` one process past the sockets, or to the ``sockets`` of others.
+
+    ``batch``: messages between two good rooms, ``stretch``: those to one port before it is another's turn.
+    """
     report, begun = Report(way, seed), time.monotonic()
     with tempfile.TemporaryDirectory() as folder, plant(near=way == "inside") as made, zmq.Context() as context:
         proof = Path(folder) / "proof"
@@ -71,7 +80,7 @@ def attack(
         ways = controls(made, context, spells)
         try:
             turns = _turns(way, made, ways, spells)
-            _batches(report, made, turns, indices, batch, None if minutes is None else begun + 60 * minutes, say)
+            _batches(report, made, turns, indices, (batch, stretch), None if minutes is None else begun + 60 * minutes, say)
             if proof.exists():
                 report.wrong.append("something received was run: it left its mark")
         finally:
@@ -96,12 +105,12 @@ def _batches(
     made: Plant,
     turns: Sequence[Front],
     indices: Sequence[int],
-    batch: int,
+    steps: tuple[int, int],
     until: float | None,
     say: Callable[[str], None],
 ) -> None:
     wards = {"prefill": made.prefill, "decode": made.decode}
-    stretches = itertools.cycle(turns)
+    stretches, (batch, stretch) = itertools.cycle(turns), steps
     _calm(made, turns)
     before = _figures(wards)
     warm: dict[str, Figures] | None = None
@@ -109,8 +118,8 @@ def _batches(
         if until is not None and time.monotonic() > until:
             break
         now = indices[start : start + batch]
-        for at in range(0, len(now), STRETCH):
-            front, some = next(stretches), now[at : at + STRETCH]
+        for at in range(0, len(now), stretch):
+            front, some = next(stretches), now[at : at + stretch]
             try:
                 front.ready()
                 kinds = front.send(report.seed, some)
