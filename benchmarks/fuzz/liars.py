@@ -21,7 +21,7 @@ from kvcore.states import KVPoll
 from kvcore.wire import Body, Hello, Introduction, Letter, Ping, Stranger, Welcome, decode, encode
 
 PATIENCE_S = 10.0
-HELLO_EVERY_S, MARKER_S, MARKERS = 0.5, 2.0, 3
+HELLO_EVERY_S, MARKER_S, TURN_S = 0.5, 2.0, 0.1
 NOBODYS_ROOM = 1 << 50
 _numbers = itertools.count(1)
 
@@ -54,12 +54,13 @@ class Liar:
         """Whether it is still paired; when that is known, all that was sent before has been taken."""
         self._nonce += 1
         self.send([encode(self.scene.source, self.scene.to, self._question(self._nonce))])
-        for turn in range(MARKERS):  # the answer to a question is sent a turn later than a stranger's
-            if not self._marked(f"marker-{self._nonce}-{turn}"):
-                break
-            if self._answered == self._nonce:
-                return True
-        return False
+        if not self._marked(f"marker-{self._nonce}"):
+            return False
+        until = time.monotonic() + TURN_S  # the answer to a question is sent a turn later than a stranger's
+        while self._answered != self._nonce and (left := until - time.monotonic()) > 0:
+            self._socket.poll(int(left * 1000) + 1)
+            self.drain()
+        return self._answered == self._nonce
 
     def _marked(self, marker: str) -> bool:
         """Whether a letter is answered that gets an answer in any case, to whom it says it is from."""
