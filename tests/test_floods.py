@@ -18,7 +18,7 @@ from kvcore_conformance.stage.footprint import Footprint
 from kvcore_conformance.stage.noise import listening
 
 from benchmarks.fuzz.liars import LyingDecode
-from benchmarks.fuzz.wards import move
+from benchmarks.fuzz.wards import UP_S, move
 from kvcore import KVPoll, peers, rooms
 from kvcore.backends import local
 from kvcore.faults import ControlTap
@@ -100,6 +100,8 @@ def two_processes() -> Iterator[tuple[Child, Child]]:
     children = Child(), Child()
     try:
         prefill, decode = children
+        for child in children:
+            child.work("cpu_s", waits_s=UP_S)
         yield prefill.start("prefill", admin="127.0.0.1:0"), decode.start("decode")
     finally:
         for child in children:

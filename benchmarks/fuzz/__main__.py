@@ -30,9 +30,7 @@ def main() -> int:
         if not indices:
             continue
         try:
-            report = attack(
-                way, given.seed, indices, given.batch, given.minutes, lambda line: print(line, file=sys.stderr, flush=True)
-            ).plain()
+            report = attack(way, given.seed, indices, given.batch, minutes=given.minutes, say=_tell).plain()
         except Damage as damage:
             report = {"way": way, "seed": given.seed, "wrong": [str(damage)]}
         found.append(report)

@@ -14,7 +14,7 @@ from kvcore_conformance.stage.driver import Child, Handle
 from benchmarks.fuzz.letters import Life, frame
 from benchmarks.fuzz.liars import PATIENCE_S, LyingDecode, LyingPrefill, as_letter
 from benchmarks.fuzz.requests import Facts, request
-from benchmarks.fuzz.wards import Neighbour, Plant, opened
+from benchmarks.fuzz.wards import Neighbour, Plant, cleared, opened
 from kvcore.channel import Route
 
 ROOMS = 8
@@ -83,8 +83,7 @@ class Control:
         return kinds
 
     def rest(self) -> None:
-        for handle in self._rooms.values():
-            handle.clear()
+        cleared(*self._rooms.values())
         self._rooms.clear()
         if isinstance(self.liar, LyingPrefill):
             self.liar.joined.clear()

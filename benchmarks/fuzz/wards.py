@@ -31,7 +31,8 @@ LIMITS: dict[str, float] = {
 }
 """Longer than a stretch of messages takes on a busy machine; what is kept for longer than a peer lives is short."""
 PAGES, PAGE_BYTES, LAYERS, GUARD = 32, 256, 3, 4096
-MOVED_S = 30.0
+MOVED_S, UP_S = 30.0, 60.0
+"""How long a good room may take on a busy machine, and a process until it listens to commands."""
 _rooms = itertools.count(1)
 
 
@@ -114,8 +115,14 @@ def move(prefill: Child, decode: Child, pages: Sequence[int] = (3, 4, 9)) -> Non
     assert found == ("SUCCESS", "SUCCESS"), f"a good room ended {found}: {decode.call(receiver.name, 'failure')}"
     assert decode.digest(to) == prefill.digest(pages), "a good room's bytes are not those that were sent"
     assert decode.touched() == sorted(to), f"pages {decode.touched()} were written where {sorted(to)} were listed"
-    sender.clear()
-    receiver.clear()
+    cleared(sender, receiver)
+
+
+def cleared(*handles: Handle) -> None:
+    """Clear rooms, and have their instances forget the handles."""
+    for handle in handles:
+        handle.clear()
+        handle.child.work("drop", handle.name)
 
 
 def settled(*wards: Child) -> None:
@@ -129,13 +136,18 @@ class Plant:
 
     def __init__(self, near: bool, folder: Path) -> None:
         self._memory = folder / "decode"
+        self.prefill, self.decode = (Neighbour(), Neighbour()) if near else (Child(), Child())
+        self.donor = Neighbour()
+        self.data = {self.prefill: free_port(), self.decode: free_port()}
+
+    def start(self) -> None:
+        """Make the managers, and have them meet."""
         with self._memory.open("wb") as file:
             file.truncate(LAYERS * (PAGES * PAGE_BYTES + 2 * GUARD))
         kv = PoolSpec(pages=PAGES, page_bytes=PAGE_BYTES, layers=LAYERS)
         theirs = PoolSpec(pages=PAGES, page_bytes=PAGE_BYTES, layers=LAYERS, file=str(self._memory), guard=GUARD)
-        self.prefill, self.decode = (Neighbour(), Neighbour()) if near else (Child(), Child())
-        self.donor = Neighbour()
-        self.data = {self.prefill: free_port(), self.decode: free_port()}
+        for ward in self.data:
+            ward.work("cpu_s", waits_s=UP_S)
         for ward, role, pool in ((self.prefill, "prefill", kv), (self.decode, "decode", theirs)):
             ward.start(role, [pool], admin="127.0.0.1:0", limits=LIMITS, backend_options={"port": self.data[ward]})
         self.donor.start("decode", [kv], limits=LIMITS)
@@ -164,6 +176,7 @@ def plant(near: bool) -> Iterator[Plant]:
     with tempfile.TemporaryDirectory() as folder:
         made = Plant(near, Path(folder))
         try:
+            made.start()
             yield made
         finally:
             made.end()
@@ -173,7 +186,7 @@ def opened(ward: Child, rooms: dict[int, Handle], address: str, most: int) -> No
     """Have so many rooms live there; those that have ended are replaced. Every other one is given pages."""
     for number, handle in list(rooms.items()):
         if handle.poll() in ("SUCCESS", "FAILED"):
-            handle.clear()
+            cleared(handle)
             del rooms[number]
     while len(rooms) < most:
         number = next(_rooms)
