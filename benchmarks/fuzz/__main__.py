@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from benchmarks.fuzz.run import Damage, attack
+from benchmarks.fuzz.run import STRETCH, WEIGHTS, Damage, attack
 
 
 def _tell(line: str) -> None:
@@ -21,16 +21,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--batch", type=int, default=10_000, help="messages between two good rooms")
     parser.add_argument("--minutes", type=float, help="stop each of the two ways after so long")
-    parser.add_argument("--only", type=int, help="send this message alone, both ways and to each control port")
+    parser.add_argument("--only", type=int, help="send this message alone: both ways, and to every port")
     given = parser.parse_args()
     ways = (("inside", given.messages), ("sockets", given.sockets))
     found, failed = [], False
     for way, count in ways:
-        indices = [given.only] * 2 if given.only is not None else range(count)
+        alone = given.only is not None
+        indices = [given.only] * sum(WEIGHTS) if alone else range(count)
         if not indices:
             continue
         try:
-            report = attack(way, given.seed, indices, given.batch, minutes=given.minutes, say=_tell).plain()
+            report = attack(way, given.seed, indices, given.batch, 1 if alone else STRETCH, minutes=given.minutes, say=_tell).plain()
         except Damage as damage:
             report = {"way": way, "seed": given.seed, "wrong": [str(damage)]}
         found.append(report)

@@ -19,10 +19,12 @@ from kvcore_conformance.stage.noise import Spell
 
 from benchmarks.fuzz.fronts import Control, Front, controls, others
 from benchmarks.fuzz.liars import LyingPrefill
-from benchmarks.fuzz.wards import MOVED_S, Figures, Plant, figures, move, plant, settled
+from benchmarks.fuzz.wards import Figures, Plant, figures, move, plant, settled
 
 BATCH = 10_000
 STRETCH = 1000
+WEIGHTS = (7, 7, 2, 1, 1, 1, 1)
+"""How many of 20 stretches go to each control port, the bootstrap service, both admin ports and both data ports."""
 """Messages to one port before it is another's turn."""
 MOST_LINES = 500
 MOST_KIB = 96 * 1024
@@ -97,7 +99,7 @@ def _turns(way: str, made: Plant, ways: Sequence[Control], spells: tuple[bytes, 
         return schedule(ways, (1, 1))
     liar = ways[1].liar
     assert isinstance(liar, LyingPrefill)
-    return schedule([*ways, *others(made, liar.data, spells)], (7, 7, 2, 1, 1, 1, 1))
+    return schedule([*ways, *others(made, liar.data, spells)], WEIGHTS)
 
 
 def _batches(
@@ -185,6 +187,3 @@ def _judge(report: Report, made: Plant, before: dict[str, Figures], warm: dict[s
         report.bad |= {f"{name} {port}": count - was.bad[port] for port, count in now.bad.items()}
     if made.guards():
         wrong.append(f"{made.guards()} bytes beside the registered memory have changed")
-
-
-__all__ = ["BATCH", "MOVED_S", "Damage", "Report", "attack"]
