@@ -24,6 +24,7 @@ from kvcore.bootstrap import EXPIRY_S, GROUP_PATH, MAX_BODY_BYTES, RANKS_PATH, R
 from kvcore.errors import ConfigError
 from kvcore.http import Refusal
 from kvcore.layouts import MAX_RANKS
+from kvcore.logs import SparingLog
 from kvcore.whereabouts import Announcement, RoomBook
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class RankTable:
         self._expiry_s = expiry_s
         self._clock = clock
         self._ranks: dict[int, tuple[RankInfo, float]] = {}
+        self._comings = SparingLog(log)
 
     def register(self, info: RankInfo) -> None:
         """File a rank; doing it again is how an instance keeps it. Raises ``Refusal`` 400 or 409 and changes nothing if it may not."""
@@ -62,14 +64,15 @@ class RankTable:
         if held is not None and held != info:
             self._check_successor(held, info)
         if held != info:
-            log.info("rank %d of %d is instance %s at %s", info.rank, self.size, info.instance, info.control)
+            self._comings.say(logging.INFO, f"rank {info.rank} of {self.size} is instance {info.instance} at {info.control}")
         self._ranks[info.rank] = (info, self._clock() + self._expiry_s)
 
     def get(self, rank: int) -> RankInfo | None:
         """Who holds a rank; None if nobody does."""
         info, expiry = self._ranks.get(rank, (None, 0.0))
         if info is not None and expiry <= self._clock():
-            log.warning("rank %d, instance %s, has not registered for %g s and is dropped", rank, info.instance, self._expiry_s)
+            text = f"rank {rank}, instance {info.instance}, has not registered for {self._expiry_s:g} s and is dropped"
+            self._comings.say(logging.WARNING, text)
             del self._ranks[rank]
             return None
         return info

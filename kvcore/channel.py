@@ -18,6 +18,7 @@ import zmq
 
 from kvcore.access import CurveKeys, unlike
 from kvcore.addresses import Address
+from kvcore.descriptors import DescriptorWatch
 from kvcore.doorkeeper import Doorkeeper
 from kvcore.errors import ConfigError, IncompatiblePeerError
 from kvcore.logs import Once
@@ -72,8 +73,9 @@ class Channel:
         self._wake_lock = threading.RLock()  # a handle may be collected, and wake this, in the middle of a wake
         self._stopping = False
         self._once = Once()
-        self._wake_at = 0.0
-        self.bad_messages = 0
+        self._wake_at = self._look_at = 0.0
+        self._descriptors = DescriptorWatch(log)
+        self.bad_messages = self._raised = 0
         self.tap: Callable[[Route, bytes, bool], int] = straight_through
         """How many times a frame on a route goes on, out (True) or in (False); 0 drops it. Called on the control thread, for tests."""
         self._context = zmq.Context()
@@ -262,6 +264,9 @@ class Channel:
         self.pulse.began()
         self._take_calls()
         now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + IDLE_S
+            self._descriptors.look(self._wake_read)
         wanted = self._on_tick(now)
         self._wake_at = now + IDLE_S if wanted is None else min(wanted, now + IDLE_S)
         wait_ms = 0 if self._calls else max(0, int((self._wake_at - now) * 1000) + 1)
@@ -317,12 +322,14 @@ class Channel:
         try:
             self._on_frame(route, frame)
         except Exception:
-            log.exception("a message could not be handled; the next one is served")
+            self._raised += 1
+            if _worth_a_line(self._raised):
+                log.exception("a message could not be handled (number %d); the next one is served", self._raised)
 
     def note_bad(self, what: str) -> None:
         """Count a bad message, and log the first few and then one in a thousand (P5)."""
         self.bad_messages += 1
-        if self.bad_messages <= 10 or self.bad_messages % 1000 == 0:
+        if _worth_a_line(self.bad_messages):
             log.warning("bad message on the control port, dropped (number %d): %s", self.bad_messages, what[:200])
 
     def _close_sockets(self) -> None:
@@ -335,6 +342,10 @@ class Channel:
             self._context.term()
             os.close(self._wake_read)
             os.close(self._wake_write)
+
+
+def _worth_a_line(number: int) -> bool:
+    return number <= 10 or number % 1000 == 0
 
 
 def straight_through(_route: Route, _frame: bytes, _outgoing: bool) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from kvcore.errors import KVCoreError
 from kvcore.mapping import why_not
-from kvcore.wire import Introduction
+from kvcore.planner import Layout
+from kvcore.wire import Introduction, one_line
 
 
 def misfit(mine: Introduction, theirs: Introduction) -> str | None:
@@ -13,6 +15,17 @@ def misfit(mine: Introduction, theirs: Introduction) -> str | None:
         if text is not None:
             return f"{mine.instance} ({mine.role}, here) and {theirs.instance} ({theirs.role}, there) do not fit: {text}"
     return None
+
+
+def fitting(mine: Introduction, theirs: Introduction) -> Layout | str:
+    """Where the other instance's pages lie, or why the two do not fit, in one line."""
+    text = misfit(mine, theirs)
+    if text is not None:
+        return one_line(text)
+    try:
+        return Layout.of(theirs.pools, [info.region() for info in theirs.regions])
+    except (KVCoreError, ValueError, OverflowError) as error:
+        return one_line(f"{theirs.instance} describes its memory wrongly: {error}")
 
 
 def _protocol(mine: Introduction, theirs: Introduction) -> str | None:

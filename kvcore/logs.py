@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
 
+from kvcore.errors import MOST_TEXT, one_line
 from kvcore.states import FailureCode, Reason, RoomKey
 
 
@@ -17,27 +19,40 @@ def about(room: RoomKey | None = None, peer: str = "") -> dict[str, object]:
     return fields
 
 
+class SparingLog:
+    """Lines of one kind that peers, or a crowd of rooms, can cause: ``burst`` at once, then one in ``every_s`` seconds, and the next
+    counts those left out. From any thread. What is logged is one line, whatever it holds."""
+
+    def __init__(self, logger: logging.Logger, burst: int = 50, every_s: float = 1.0) -> None:
+        self._log, self._burst, self._every_s = logger, burst, every_s
+        self._lock = threading.Lock()
+        self._spent_until = 0.0
+        self._left_out = 0
+
+    def say(self, level: int, text: str, fields: Mapping[str, object] | None = None) -> None:
+        """Log a line, with fields of ``about``, or count it."""
+        now = time.monotonic()
+        with self._lock:
+            spent_until = max(self._spent_until, now) + self._every_s
+            if spent_until > now + self._burst * self._every_s:
+                self._left_out += 1
+                return
+            self._spent_until = spent_until
+            left_out, self._left_out = self._left_out, 0
+        more = f" (and {left_out} more since the last such line)" if left_out else ""
+        self._log.log(level, "%s%s", one_line(text, MOST_TEXT), more, extra=fields)
+
+
 class LimitsLog:
     """Says what rooms waited for that ran into a limit: at most one line in ``every_s`` seconds, and the next counts those left out."""
 
     def __init__(self, logger: logging.Logger, every_s: float = 1.0) -> None:
-        self._log, self._every_s = logger, every_s
-        self._lock = threading.Lock()
-        self._quiet_until = 0.0
-        self._left_out = 0
+        self._log = SparingLog(logger, 1, every_s)
 
     def ended(self, key: RoomKey, reason: Reason | None) -> None:
         """A lifetime ended; logged if a limit here was the reason. From any thread."""
-        if reason is None or reason.code is not FailureCode.TIMEOUT or reason.side != key.side:
-            return
-        now = time.monotonic()
-        with self._lock:
-            if now < self._quiet_until:
-                self._left_out += 1
-                return
-            self._quiet_until = now + self._every_s
-            left_out, self._left_out = self._left_out, 0
-        self._log.warning("%s%s", reason.text, f" (and {left_out} more since the last such line)" if left_out else "", extra=about(key))
+        if reason is not None and reason.code is FailureCode.TIMEOUT and reason.side == key.side:
+            self._log.say(logging.WARNING, reason.text, about(key))
 
 
 class Once:

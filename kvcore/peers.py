@@ -13,10 +13,10 @@ import time
 
 from kvcore import addresses, hookspecs, wire
 from kvcore.channel import Channel, Route
-from kvcore.compat import misfit
+from kvcore.compat import fitting, misfit
 from kvcore.errors import IncompatiblePeerError, KVCoreError, cause, shown
 from kvcore.hookspecs import Capabilities, Endpoint, Hooks
-from kvcore.logs import about
+from kvcore.logs import SparingLog, about
 from kvcore.pairing import Departed, Home, Link, Peer, Waiter, addressee, engine_peer, other_side
 from kvcore.planner import Layout
 from kvcore.process import known_gone
@@ -30,6 +30,8 @@ LAST_HELLO_S = 2.0
 CLOSED = "it was closed"
 MAX_PAIRINGS = 4096
 """Pairings under way at once; further hellos are dropped and come again (P5)."""
+MAX_PEERS = 16_384
+"""Instances paired with a side at once; a further one is refused (P5)."""
 
 
 class Peers:
@@ -41,6 +43,7 @@ class Peers:
         self._hooks, self._capabilities, self._home = hooks, capabilities, home
         self._beat_s = min(1.0, me.liveness_s / 4)
         self._ticked: float | None = None
+        self._refusals, self._comings = SparingLog(log), SparingLog(log)
         self._pairing_now: dict[str, int] = {}
         self._links: dict[str, Link] = {}
         self._departed: dict[str, Departed] = {}
@@ -116,7 +119,7 @@ class Peers:
 
     def _refuse_link(self, link: Link, code: FailureCode, text: str) -> None:
         """Give a link up and tell who waits. The next room dials again (P4)."""
-        log.warning("pairing with %s failed: %s", link.address, text)
+        self._refusals.say(logging.WARNING, f"pairing with {link.address} failed: {text}")
         self._give_up(link, code, text)
 
     def _give_up(self, link: Link, code: FailureCode, text: str) -> None:
@@ -173,9 +176,7 @@ class Peers:
         self.channel.note_bad(f"control protocol {letter.v} where {self.me.version[0]} is spoken, from {letter.source!r}")
         text = misfit(self.me, letter.body.me) if isinstance(letter.body, Hello) else None
         if isinstance(letter.body, Hello) and text is not None:
-            text = one_line(text)
-            log.warning("refused to pair: %s", text, extra=about(peer=letter.source))
-            self._write(route, letter.source, Refuse(letter.body.pairing, text))
+            self._refuse(route, letter.source, Refuse(letter.body.pairing, one_line(text)))
 
     def _hear(self, peer: Peer, route: Route) -> None:
         peer.heard, peer.excused = time.monotonic(), 0.0
@@ -210,27 +211,25 @@ class Peers:
             self._hear(peer, route)
             self.channel.send(peer.route, peer.welcome, time.monotonic())
             return
-        if self._pairing_now.get(source) == hello.pairing or len(self._pairing_now) >= MAX_PAIRINGS:
+        if self._pairing_now.get(source) == hello.pairing:
             return
-        layout = self._fit(hello.me)
+        if len(self._pairing_now) >= MAX_PAIRINGS:
+            return self._refusals.say(logging.WARNING, f"hello of {source} dropped: {MAX_PAIRINGS} pairings are under way; it comes again")
+        layout = fitting(self.me, hello.me)
         if isinstance(layout, str):
-            log.warning("refused to pair: %s", layout, extra=about(peer=source))
-            return self._write(route, source, Refuse(hello.pairing, layout))
+            return self._refuse(route, source, Refuse(hello.pairing, layout))
+        if peer is None and len(self.pairings) >= MAX_PEERS:
+            text = f"{self.me.instance} is paired with {MAX_PEERS} instances, the most it takes; use another prefill instance"
+            return self._refuse(route, source, Refuse(hello.pairing, text, FailureCode.RESOURCES))
         if peer is not None:
             self.lose(peer, "it pairs anew")
         self._pairing_now[source] = hello.pairing
         theirs = engine_peer(hello.me, hello.data, hello.keys)
         self._home.slowly(lambda: self._connect(theirs), lambda found, error: self._connected(route, hello, layout, found, error))
 
-    def _fit(self, theirs: Introduction) -> Layout | str:
-        """The peer's layout, or why it does not fit (P1)."""
-        text = misfit(self.me, theirs)
-        if text is not None:
-            return one_line(text)
-        try:
-            return Layout.of(theirs.pools, [info.region() for info in theirs.regions])
-        except (KVCoreError, ValueError, OverflowError) as error:
-            return one_line(f"{theirs.instance} describes its memory wrongly: {error}")
+    def _refuse(self, route: Route, source: str, refuse: Refuse) -> None:
+        self._refusals.say(logging.WARNING, f"refused to pair: {refuse.text}", about(peer=source))
+        self._write(route, source, refuse)
 
     def _connect(self, theirs: hookspecs.Peer) -> Endpoint:
         endpoint = self._hooks.kvcore_endpoint()
@@ -246,7 +245,7 @@ class Peers:
                 raise error or TypeError(f"kvcore_endpoint returned {found!r:.100}")
             welcome = checked(self.me.instance, source, Welcome(hello.pairing, self.me, found.data, tuple(found.keys)))
         except BaseException as why:
-            log.warning("the engine cannot reach %s: %s", source, cause(why), extra=about(peer=source))
+            self._refusals.say(logging.WARNING, f"the engine cannot reach {source}: {cause(why)}", about(peer=source))
             text = f"the prefill engine cannot reach this instance: {cause(why)}"
             return self._write(route, source, Refuse(hello.pairing, one_line(text), FailureCode.BACKEND))
         spoken = hello.spoken.get(self.me.instance, 0)
@@ -256,8 +255,8 @@ class Peers:
     def _pair(self, peer: Peer) -> None:
         self.pairings[peer.side, peer.instance] = peer
         self._departed.pop(peer.instance, None)  # what proves that it was gone proves nothing now
-        text = "paired with %s (%s rank %d)"
-        log.info(text, peer.instance, peer.intro.role, peer.intro.place.number, extra=about(peer=peer.instance))
+        text = f"paired with {peer.instance} ({peer.intro.role} rank {peer.intro.place.number})"
+        self._comings.say(logging.INFO, text, about(peer=peer.instance))
         self._home.event("paired", peer=peer.instance)
 
     # --- pairing: decode
@@ -265,7 +264,7 @@ class Peers:
     def _on_welcome(self, link: Link, letter: Letter, welcome: Welcome) -> None:
         if welcome.pairing != link.pairing or link.connecting or link.peer is not None:
             return
-        layout = self._fit(welcome.me) if welcome.me.instance == letter.source else "its letter names another instance"
+        layout = fitting(self.me, welcome.me) if welcome.me.instance == letter.source else "its letter names another instance"
         if isinstance(layout, str):
             return self._refuse_link(link, FailureCode.INCOMPATIBLE, layout)
         link.connecting = True
@@ -297,7 +296,7 @@ class Peers:
         place = peer.intro.place
         name = peer.instance if place.total == 1 else f"{peer.instance} ({peer.intro.role} rank {place.number})"
         text = f"peer {name} lost: {text}"
-        log.log(logging.INFO if text.endswith(CLOSED) else logging.WARNING, "%s", text, extra=about(peer=peer.instance))
+        self._comings.say(logging.INFO if text.endswith(CLOSED) else logging.WARNING, text, about(peer=peer.instance))
         departed = self._departed[peer.instance] = Departed(peer.intro, gone)
         self._home.lost(peer.instance, text, replaced)
         self._home.event("peer_lost", peer=peer.instance, reason=text)

@@ -16,6 +16,7 @@ from typing import Protocol
 from weakref import WeakValueDictionary
 
 from kvcore.flight import FlightRecord
+from kvcore.logs import SparingLog
 from kvcore.metrics import Meter
 from kvcore.protocol import events as ev, receiver, receiver_state, sender, sender_state
 from kvcore.protocol.messages import Join
@@ -81,6 +82,7 @@ class RoomTable:
         self._records: WeakValueDictionary[RoomKey, Room] = WeakValueDictionary()
         self._orphans = 0
         self.flight = FlightRecord(clock)
+        self._dropped = SparingLog(log, 1)
         self.receiving = self.arriving = 0
         """Decode-side slots, and those of them to which data may be on its way: an engine whose target must work is driven."""
         self.generation = 0
@@ -110,7 +112,8 @@ class RoomTable:
         with self.lock:
             slot = self._slots.get((side, room)) or _Slot(self._fresh(side, room))
             if isinstance(event, ev.Got) and isinstance(event.message, Join) and slot.state.empty and self._orphans >= MAX_ORPHANS:
-                return
+                text = f"join of room {room} dropped: {MAX_ORPHANS} rooms that nobody opened here wait already; it joins again"
+                return self._dropped.say(logging.WARNING, text)
             before = slot.state
             after, effects = _STEP[side](before, event)
             if after is before and not effects:

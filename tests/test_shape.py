@@ -22,7 +22,22 @@ MOST_IMPORT_S = 0.4
 
 LAYERS = [
     ("states",),
-    ("errors", "installed", "addresses", "config", "access", "memory", "stats", "metrics", "timers", "pulse", "slow", "workers", "logs"),
+    (
+        "errors",
+        "installed",
+        "addresses",
+        "config",
+        "access",
+        "memory",
+        "stats",
+        "metrics",
+        "timers",
+        "pulse",
+        "slow",
+        "workers",
+        "logs",
+        "descriptors",
+    ),
     ("protocol", "planner", "page_lists", "hookspecs", "wire", "bootstrap", "http", "environment"),
     ("exclusive", "fast_hooks", "registry", "backends", "backend", "observers", "process", "compat", "flight", "stories"),
     ("doorkeeper", "channel", "closing", "bootstrap_client", "bootstrap_service", "http_io", "fault_rules", "control_tap", "faults"),

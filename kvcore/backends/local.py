@@ -15,6 +15,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -33,6 +34,7 @@ from kvcore.states import RoomKey
 ROW = np.dtype([("region", "<i4"), ("offset", "<u8"), ("length", "<u8")])
 MAGIC, WELCOME, ESTABLISHED = b"kvf\1", b"\1", b"\1"  # the last is how TCP_INFO of a connection that nobody closed begins
 TEXT_BYTES, MAX_ROWS, MAX_PAYLOAD, MAX_FENCES, STOP_S = 1024, 1024, 64 << 20, 1024, 5.0  # TEXT: of a hello or answer; STOP: for a thread
+MAX_STRANGERS = 256  # connections that are not let in yet; of more the oldest goes (P5)
 
 
 class LocalOptions(BaseModel, extra="forbid", frozen=True):
@@ -265,9 +267,14 @@ class LocalBackend:
         return TicketState(TicketKind.FAILED, problem, quiescent=True) if problem else DONE
 
     def _accept(self, listener: Connection) -> None:
+        latest: deque[Connection] = deque()
         while not listener.broken:
             try:
-                self._start(Connection(listener.sock.accept()[0]), self._read, "kvcore-local-from")
+                latest.append(Connection(listener.sock.accept()[0]))
+                self._start(latest[-1], self._read, "kvcore-local-from")
+                if len(latest) > MAX_STRANGERS and not (oldest := latest.popleft()).peer:
+                    with contextlib.suppress(OSError):
+                        oldest.sock.shutdown(socket.SHUT_RDWR)
             except (OSError, RuntimeError):  # out of file descriptors or threads: some may come free
                 with contextlib.suppress(queue.Empty):
                     listener.jobs.get(timeout=0.05)

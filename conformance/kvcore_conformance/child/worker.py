@@ -50,13 +50,15 @@ class Gate:
 
 
 class Log(logging.Handler):
-    """Keeps the last lines that the library logged."""
+    """Keeps the last lines that the library logged, and counts all."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.lines: deque[str] = deque(maxlen=2000)
+        self.count = 0
 
     def emit(self, record: logging.LogRecord) -> None:
+        self.count += 1
         self.lines.append(f"{record.levelname} {record.name}: {record.getMessage()}")
         if record.exc_info:
             self.lines.append(logging.Formatter().formatException(record.exc_info))
@@ -283,6 +285,10 @@ class Worker:
     def stats(self) -> dict[str, Any]:
         """All of ``stats``."""
         return asdict(self.objects["manager"].stats())
+
+    def log_lines(self) -> int:
+        """How many lines the library has logged in this process."""
+        return self._log.count
 
     def logged(self, text: str) -> list[str]:
         """The log's lines that contain a text."""

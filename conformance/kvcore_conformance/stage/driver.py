@@ -309,6 +309,10 @@ class Handle:
         return bool(self._call("is_release_safe"))
 
     @property
+    def generation(self) -> int:
+        return int(self._call("generation"))
+
+    @property
     def unproven(self) -> bool:
         return bool(self._call("release_unproven"))
 

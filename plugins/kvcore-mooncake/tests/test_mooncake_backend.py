@@ -19,6 +19,7 @@ from kvcore_mooncake.backend import Job
 from mooncake_pair import BIG, Calls, Stage, stage
 
 import kvcore
+from benchmarks.fuzz.endpoints import spoiled
 from kvcore import Region
 from kvcore.hookspecs import DONE, PENDING, RETRY, Endpoint, TicketState
 from kvcore.states import RoomKey
@@ -254,6 +255,32 @@ def test_p5_a_bad_endpoint_is_refused(pair: tuple[Node, Node], data: bytes | tup
         one.backend.kvcore_connect(dataclasses.replace(two.peer(), endpoint=Endpoint(data)))
     one.backend.kvcore_connect(two.peer())
     assert one.move([3], [5], two.peer()) == DONE
+
+
+def test_p5_an_endpoint_changed_in_any_way_is_refused(pair: tuple[Node, Node]) -> None:
+    """2,000 endpoints changed on their way, but for those that name another address, where there may be anybody: refused, each."""
+    one, two = pair
+    one.backend.kvcore_disconnect(two.name)
+    data, refused = two.peer().endpoint.data, 0
+    session = msgspec.msgpack.decode(data)[0]
+    for index in range(2000):
+        bad = spoiled(8, index, data)
+        if named_address(bad) not in ("", session):
+            continue
+        with pytest.raises(ConnectionError, match=f"peer {two.name} cannot be reached"):
+            one.backend.kvcore_connect(dataclasses.replace(two.peer(), endpoint=Endpoint(bad)))
+        refused += 1
+    assert refused > 1000
+    one.backend.kvcore_connect(two.peer())
+    assert one.move([3], [5], two.peer()) == DONE
+
+
+def named_address(data: bytes) -> str:
+    """The address in an endpoint; "" if it cannot be read."""
+    try:
+        return msgspec.msgpack.decode(data, type=tuple[str, str, str])[0]
+    except (msgspec.MsgspecError, ValueError):
+        return ""
 
 
 def test_a_peer_whose_port_nobody_listens_at_is_not_connected(pair: tuple[Node, Node]) -> None:

@@ -18,6 +18,7 @@ from kvcore_nixl.backend import Agent, Job
 from nixl_pair import BIG, Calls, Node, pair
 
 import kvcore
+from benchmarks.fuzz.endpoints import spoiled
 from kvcore.hookspecs import DONE, PENDING, Endpoint
 from tests.engine_nodes import resources, settles, within
 from tests.helpers import duo, memory, wait_until
@@ -244,6 +245,20 @@ def test_bad_metadata_is_refused_and_the_known_peer_works_on(bad: str) -> None:
         spoilt = {"cut short": data[:-9], "a bit": data[:-9] + b"?" + data[-8:], "another's": other.peer().endpoint.data, "empty": b""}[bad]
         with pytest.raises(ConnectionError, match=f"{peer.id} sent NIXL metadata that is damaged, or another's; have it pair again"):
             both.prefill.backend.kvcore_connect(dataclasses.replace(peer, endpoint=Endpoint(spoilt)))
+        assert both.ended(both.post([3], [1])) == DONE
+        assert both.equal([3], [1])
+
+
+def test_p5_metadata_changed_in_any_way_never_reaches_nixl() -> None:
+    """2,000 endpoints changed on their way are refused for their digest. One that is made up whole may pass it: such a peer lies."""
+    with pair() as both:
+        peer, refused = both.decode.peer(), 0
+        for index in range(2000):
+            changed = dataclasses.replace(peer, endpoint=Endpoint(spoiled(8, index, peer.endpoint.data)))
+            with pytest.raises(ConnectionError, match="sent NIXL metadata that is damaged, or another's"):
+                both.prefill.backend.kvcore_connect(changed)
+            refused += 1
+        assert refused == 2000
         assert both.ended(both.post([3], [1])) == DONE
         assert both.equal([3], [1])
 
