@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,8 @@ MOMENTS = ("opened", "joined", "published", "in flight")
 """How far ``at`` brings a room."""
 
 Array = npt.NDArray[np.uint8]
+
+P, T = ParamSpec("P"), TypeVar("T")
 
 _numbers = itertools.count(1)
 _never = threading.Event()
@@ -268,6 +270,31 @@ def duo(
                 each.start()
             for each in both:
                 each.join()
+
+
+class Pace:
+    """How long calls of the scheduler's thread take: ``pace(handle.poll)``."""
+
+    QUICK_S, MOST_S = 0.005, 0.5
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+
+    def __call__(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Make a call and time it."""
+        begun = time.monotonic()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.seconds.setdefault(getattr(call, "__name__", "call"), []).append(time.monotonic() - begun)
+
+    def check(self) -> None:
+        """None has waited for anything: of each kind most were quick, and of all nearly every one was. The few that are left met a thread
+        that had the interpreter, or a machine that did something else; of these none took as long as a limit."""
+        for kind, took in self.seconds.items():
+            assert sorted(took)[len(took) // 2] < self.QUICK_S, f"{kind}: {max(took):.3f} s at most of {len(took)}"
+        every = sorted(second for took in self.seconds.values() for second in took)
+        assert every[int(len(every) * 0.95)] < self.QUICK_S and every[-1] < self.MOST_S, every[-10:]
 
 
 class Events:

@@ -73,11 +73,15 @@ class Failure:
 class Child:
     """One worker process, and the manager in it once ``start`` was called."""
 
-    def __init__(self, env: Mapping[str, str] | None = None, backend: str = "local", options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, env: Mapping[str, str] | None = None, backend: str = "local", options: Mapping[str, Any] | None = None, namespace: str = ""
+    ) -> None:
+        """``namespace``: of the network, by the name that ``ip netns`` knows; else that of this process."""
         self.backend, self.options = backend, dict(options or {})
         """What ``start`` makes managers over."""
+        within = ["ip", "netns", "exec", namespace] if namespace else []  # which becomes the worker, under the same process id
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvcore_conformance.child.worker"],
+            [*within, sys.executable, "-m", "kvcore_conformance.child.worker"],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **ONE_THREAD, **(env or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -231,6 +235,10 @@ class Child:
     def heal(self) -> None:
         """No more faults, and no more tap."""
         self.work("heal")
+
+    def seize(self, seconds: float, times: int = 1) -> None:
+        """Have its interpreter be busy with something else from about now on."""
+        self.work("seize", seconds, times)
 
     def tap(self, do: str, message: str, outgoing: bool, **how: Any) -> None:
         """Drop, duplicate or delay control messages of a kind, such as ``Status``, see ``ControlTap``."""
