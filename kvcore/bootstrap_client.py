@@ -7,6 +7,7 @@ import concurrent.futures
 import itertools
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -132,7 +133,8 @@ class Directory:
     """Finds prefill groups for a decode instance. All methods may be called from any thread and none blocks.
 
     One question per address is outstanding, whoever asks. It is asked again with back-off, as long as somebody waits, while the
-    service cannot be reached or its group is not complete. Groups are cached until ``forget``; failures are not.
+    service cannot be reached or its group is not complete. Groups are cached until ``forget``; failures are not. One that is used after
+    ``REFRESH_S`` is asked for again beside that, since its address may lead to another group by now while its ranks live on (P3).
     """
 
     def __init__(self, http: HttpThread) -> None:
@@ -142,6 +144,8 @@ class Directory:
         self._waiting: dict[int, OnResult] = {}
         self._questions: dict[str, _Question] = {}
         self._groups: OrderedDict[str, Group] = OrderedDict()
+        self._asked_at: dict[str, float] = {}
+        """When each of these was last asked for."""
 
     def lookup(self, address: str, on_result: OnResult) -> int:
         """Have ``on_result`` called once with the group at ``address``, or with why there can be none: here and now if it is known, else on
@@ -154,17 +158,28 @@ class Directory:
             self._waiting[token] = on_result
             group = self._groups.get(address)
             question = self._questions.get(address)
-            if group is not None:
-                self._groups.move_to_end(address)
-            elif question is not None:
+            fresh = None
+            if group is None and question is not None:
                 question.tokens.add(token)
-            else:
+            elif group is None:
                 fresh = self._questions[address] = _Question({token})
+            else:
+                self._groups.move_to_end(address)
+                if question is None and self._outdated(address):
+                    fresh = self._questions[address] = _Question()
         if group is not None:
             self._deliver((token,), group)
-        elif question is None:
+        if fresh is not None:
             self._http.run(self._ask(address, fresh))
         return token
+
+    def _outdated(self, address: str) -> bool:
+        """Whether a group should be asked for again by now; not each time while the service is silent."""
+        now = time.monotonic()
+        if now - self._asked_at[address] < REFRESH_S:
+            return False
+        self._asked_at[address] = now
+        return True
 
     def drop(self, token: int) -> None:
         """Stop waiting: the callback of that lookup is not called any more, unless it is running just now. Idempotent."""
@@ -176,6 +191,7 @@ class Directory:
         with self._lock:
             if used is None or self._groups.get(address) == used:
                 self._groups.pop(address, None)
+                self._asked_at.pop(address, None)
 
     def last_error(self, address: str) -> str | None:
         """Why ``address`` has not answered so far; None if nobody waits for it or it has not been tried yet."""
@@ -223,7 +239,7 @@ class Directory:
             return LookupFailure(address, f"answered what is not a group ({error}); is this a prefill group's address?")
 
     def _note(self, address: str, question: _Question, error: str) -> None:
-        if question.error is None:
+        if question.error is None and question.tokens:
             log.info("bootstrap service %s: no group yet (%s); asking on", address, error)
         question.error = error
 
@@ -235,9 +251,9 @@ class Directory:
                 question.error = outcome.reason
                 return tokens
             del self._questions[address]
-            self._groups[address] = outcome
+            self._groups[address], self._asked_at[address] = outcome, time.monotonic()
             if len(self._groups) > MAX_CACHED_GROUPS:
-                self._groups.popitem(last=False)
+                del self._asked_at[self._groups.popitem(last=False)[0]]
             return tokens
 
     def _abandoned(self, address: str, question: _Question) -> bool:

@@ -334,7 +334,7 @@ class Crew:
     started before anybody asks."""
 
     def __init__(self, env: Mapping[str, str] | None = None, backend: str = "local", options: Mapping[str, Any] | None = None) -> None:
-        self._env, self._backend, self._options = env, backend, options
+        self._env, self.backend, self._options = env, backend, options
         self.reopens = True  # in one process; else a child is lent once
         self._all: list[Child] = []
         self._idle: list[Child] = []
@@ -368,7 +368,7 @@ class Crew:
             raise
 
     def _new(self) -> Child:
-        self._all.append(Child(self._env, self._backend, self._options))
+        self._all.append(Child(self._env, self.backend, self._options))
         return self._all[-1]
 
     def end(self) -> None:
