@@ -18,12 +18,15 @@ import zmq
 
 from kvcore.addresses import Address
 from kvcore.errors import ConfigError
+from kvcore.logs import Failures
 from kvcore.wire import MAX_LETTER_BYTES
 
 log = logging.getLogger("kvcore.channel")
 
 HIGH_WATER = 10_000
 IDLE_S = 1.0
+PAUSE_S = 0.05
+"""After an error that is nobody's in particular."""
 MOST_KEEPALIVE_S = 32_767
 """More than this Linux refuses, and the connection with it."""
 LINGER_MS = 100
@@ -60,7 +63,8 @@ class Channel:
         os.set_blocking(self._wake_write, False)
         self._woken = False
         self._wake_lock = threading.RLock()  # a handle may be collected, and wake this, in the middle of a wake
-        self._stopping = False
+        self._stopping = threading.Event()
+        self._failures = Failures(log)
         self._wake_at = 0.0
         self.bad_messages = 0
         self.tap: Callable[[Route, bytes, bool], int] = straight_through
@@ -134,7 +138,7 @@ class Channel:
 
     def stop(self, timeout_s: float) -> bool:
         """Send what is queued, close all sockets and end the thread; True if it ended. Idempotent."""
-        self._stopping = True
+        self._stopping.set()
         self._woken = False
         self.wake()
         if self._thread.ident is None:
@@ -204,11 +208,12 @@ class Channel:
         return False
 
     def _run(self) -> None:
-        while not self._stopping:
+        while not self._stopping.is_set():
             try:
                 self._turn()
             except Exception:
-                log.exception("the control thread goes on after an error")
+                self._failures.note("turn", "the control thread goes on after an error")
+                self._stopping.wait(PAUSE_S)  # what is broken for good must not keep it busy
         self._take_calls()
         self._close_sockets()
 
@@ -218,12 +223,18 @@ class Channel:
         wanted = self._on_tick(now)
         self._wake_at = now + IDLE_S if wanted is None else min(wanted, now + IDLE_S)
         wait_ms = 0 if self._calls else max(0, int((self._wake_at - now) * 1000) + 1)
+        broken = None
         for ready, _ in self._poller.poll(wait_ms):
             if ready == self._wake_read:
                 os.read(self._wake_read, 4096)
                 self._woken = False  # after the read: a wake in between is served by the turn that follows
-            elif isinstance(ready, zmq.Socket):
-                self._receive(ready)
+            elif isinstance(ready, zmq.Socket) and not ready.closed:  # as another one's frame may have had it
+                try:
+                    self._receive(ready)
+                except zmq.ZMQError as error:
+                    broken = error  # the others have their turn before
+        if broken is not None:
+            raise broken
 
     def _take_calls(self) -> None:
         for _ in range(len(self._calls)):
@@ -231,13 +242,15 @@ class Channel:
             try:
                 function()
             except Exception:
-                log.exception("a call on the control thread failed; the others go on")
+                self._failures.note("call", "a call on the control thread failed; the others go on")
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         for _ in range(256):  # then other sockets and timers have their turn
+            if socket.closed:
+                return
             try:
                 parts = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.ZMQError:
+            except zmq.Again:
                 return
             route = self._routes.get(socket)
             frames = parts if route is not None else parts[1:]
@@ -253,7 +266,7 @@ class Channel:
         try:
             self._on_frame(route, frame)
         except Exception:
-            log.exception("a message could not be handled; the next one is served")
+            self._failures.note("message", "a message could not be handled; the next one is served")
 
     def note_bad(self, what: str) -> None:
         """Count a bad message, and log the first few and then one in a thousand (P5)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 
 from kvcore.states import FailureCode, Reason, Side
 
@@ -30,3 +31,20 @@ class LimitsLog:
             self._quiet_until = now + self._every_s
             left_out, self._left_out = self._left_out, 0
         self._log.warning("%s%s", reason.text, f" (and {left_out} more since the last such line)" if left_out else "")
+
+
+class Failures:
+    """Logs errors that may come again and again (C107). From any thread."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._log = logger
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def note(self, kind: str, text: str) -> None:
+        """Log the error at hand, with its traceback: of each kind the first few, and then one in a thousand."""
+        with self._lock:
+            self._counts[kind] += 1
+            number = self._counts[kind]
+        if number <= 10 or number % 1000 == 0:
+            self._log.exception("%s (number %d)", text, number)
