@@ -117,7 +117,7 @@ def test_p3_where_another_instance_answers_the_service_is_asked_once_more() -> N
     assert asked.routes.sizes() == {"searches": 0, "groups": 1, "directory_lookups": 0}
 
 
-def test_p3_where_the_service_says_otherwise_for_good_both_are_named() -> None:
+def test_c79_p3_where_another_instance_answers_for_good_both_are_named_with_the_address() -> None:
     asked = Asked()
     for _ in range(2):
         asked.directory.answer(group_of("prefill-1"))
