@@ -209,6 +209,12 @@ def test_s8_a_time_out_says_why_the_other_side_was_not_reached() -> None:
     assert routes.why(ADDRESS) == f"prefill {ADDRESS}: connection refused" and routes.why("127.0.0.1:8") == ""
 
 
+def test_s8_a_time_out_names_an_address_that_has_not_answered_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked()
+    monkeypatch.setattr(asked.directory, "last_error", lambda address: None)
+    assert asked.routes.why(ADDRESS) == f"prefill {ADDRESS}: its bootstrap service has not answered"
+
+
 # --- running managers
 
 

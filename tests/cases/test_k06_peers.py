@@ -356,8 +356,15 @@ def held(one: KVManager) -> dict[str, int]:
     return stores | {"sockets": stats.sockets, "threads": len(own_threads())}
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("told", [True, False], ids=["closed", "vanished"])
+@pytest.mark.parametrize(
+    ("told", "role"),
+    [
+        pytest.param(True, "decode", id="decode closed"),
+        pytest.param(False, "prefill", id="prefill vanished"),
+        pytest.param(True, "prefill", id="prefill closed", marks=pytest.mark.slow),
+        pytest.param(False, "decode", id="decode vanished", marks=pytest.mark.slow),
+    ],
+)
 def test_c58_fifty_restarts_leave_no_more_than_the_first(told: bool, role: str) -> None:
     """A peer starts again and again with new ports, after a farewell or without a word; at its old ports nobody is looked for."""
     times = limits(liveness_s=1.0, send_s=0.5, orphan_s=0.3, drain_s=0.05)
