@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from kvcore.pairing import Peer
 from kvcore.peers import Peers
 from kvcore.states import FailureCode, RoomId
 from kvcore.whereabouts import Whereabouts
+
+MOST_PRUNED = 1000
 
 
 @dataclass(eq=False, slots=True)
@@ -156,8 +159,11 @@ class Routes:
         search.unlocate()
 
     def prune(self, now: float) -> None:
-        """Drop searches that no room wants any more; where ranks do not answer, ask whether they are elsewhere by now."""
-        for search in list(self._searches):
+        """Drop searches that no room wants any more; where ranks do not answer, ask whether they are elsewhere by now. At ``MOST_PRUNED``,
+        and the next time at those that follow."""
+        for search in list(itertools.islice(self._searches, MOST_PRUNED)):
+            del self._searches[search]
+            self._searches[search] = None
             if not search.wanted():
                 self._doubt(search)
                 self._forget(search)

@@ -17,7 +17,7 @@ from kvcore.faults import ControlTap
 from kvcore.layouts import Place
 from kvcore.pairing import Peer, Waiter
 from kvcore.peers import Peers
-from kvcore.routes import Routes, Search
+from kvcore.routes import MOST_PRUNED, Routes, Search
 from kvcore.states import RoomId
 from kvcore.whereabouts import Whereabouts
 from kvcore.wire import Join, Letter
@@ -153,6 +153,18 @@ def test_c7_a_search_that_no_room_wants_any_more_is_dropped(answered: bool) -> N
         waiter.paired(peer("prefill-1"))
         waiter.refused(FailureCode.BACKEND, "too late")
     assert asked.found == [] and asked.failures == []
+
+
+def test_c7_of_many_searches_some_are_looked_at_each_time_and_none_is_left_out() -> None:
+    asked = Asked()
+    for _ in range(2 * MOST_PRUNED):
+        asked.find()
+    asked.routes.prune(time.monotonic())
+    assert asked.routes.sizes()["searches"] == 2 * MOST_PRUNED + 1
+    asked.wanted = False
+    for left in (MOST_PRUNED + 1, 1, 0):
+        asked.routes.prune(time.monotonic())
+        assert asked.routes.sizes()["searches"] == left
 
 
 def group_of_two(*instances: str) -> Group:
