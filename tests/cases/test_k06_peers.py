@@ -282,7 +282,7 @@ def test_c56_no_poll_waits_while_a_prefill_with_20_transfers_dies(crew: Crew) ->
 
 @pytest.mark.parametrize("broken", [False, True], ids=["a write fails", "a write breaks the path"])
 def test_c57_after_a_failed_write_the_next_room_is_tried(backend: str, broken: bool) -> None:
-    with duo(backend) as pair:
+    with duo(backend, liveness_s=2.0, ticket_s=3.0, quarantine_s=6.0) as pair:
         pair.pair().plan.fail("remote error", times=1, peer_broken=broken)
         sender, receiver = pair.open()
         receiver.receive([1])
