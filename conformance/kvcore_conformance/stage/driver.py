@@ -23,6 +23,8 @@ from kvcore_conformance.report.model import Story
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 ANSWER_S = 20.0
 """How long a child may take for an answer, beyond the waiting that the command itself asks for."""
+START_S = 30.0
+"""And for its first, since an interpreter and an engine are imported before."""
 STEP_S = 0.002
 SPARE = 2
 """Children of a crew that are started ahead."""
@@ -173,7 +175,7 @@ class Child:
         config = {"role": role, **over, **config, "limits": {**LIMITS, **config.get("limits", {})}}
         seed = self.pid if role == "prefill" else 0
         self.role = role
-        found = self.work("start", config, [vars(pool) for pool in pools], seed)
+        found = self.work("start", config, [vars(pool) for pool in pools], seed, waits_s=START_S)
         self.address, self.instance, self.admin = found["address"], found["instance"], found["admin"]
         return self
 
