@@ -8,7 +8,7 @@ import logging
 import socket
 from pathlib import Path
 
-from kvcore.addresses import own_host, parse_host
+from kvcore.addresses import Address, own_host, parse_host
 from kvcore.errors import ConfigError, cause, shown
 
 log = logging.getLogger("kvcore.interfaces")
@@ -24,10 +24,13 @@ def placed(host: str, bind: str) -> dict[str, str]:
 
     Raises ``ConfigError`` for what is to be listened on and is neither an interface of this host nor a name that has an address.
     """
-    return {
+    found = {
         "host": _place(host, "host", here=not bind) if host else own_host(),
         "bind": _place(bind, "bind", here=True) if bind else "",
     }
+    if Address(found["host"], 0).loopback and bind and not Address(found["bind"], 0).loopback:
+        log.warning("host: peers are given %s, which leads them nowhere from other hosts, but %s is listened on; set host", host, bind)
+    return found
 
 
 def _place(text: str, what: str, *, here: bool) -> str:

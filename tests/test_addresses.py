@@ -126,6 +126,14 @@ def test_c78_wildcards_are_known_as_such(host: str, wildcard: bool) -> None:
     assert Address(host, 80).wildcard is wildcard
 
 
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("10.0.0.7", False), ("fd00::1", False), ("node", False)],
+)
+def test_c78_loopback_is_known_as_such(host: str, loopback: bool) -> None:
+    assert Address(host, 80).loopback is loopback
+
+
 _HOSTS = st.one_of(
     st.ip_addresses(v=4).map(str),
     st.ip_addresses(v=6).map(str),
