@@ -150,7 +150,7 @@ def test_c69_pages_are_held_for_a_busy_decode_and_not_for_a_dead_one(crew: Crew)
             sender.send(PAGES, last=True)
             if last:
                 break
-            decode.seize(0.15, times=33)
+            decode.seize(0.15, times=25)
             stays(lambda: not sender.poll().terminal and not sender.is_release_safe(), 5.0)  # noqa: B023
             receiver.receive(PAGES)
             ended(sender, KVPoll.SUCCESS)

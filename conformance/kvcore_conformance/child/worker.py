@@ -262,11 +262,11 @@ class Worker:
         return list(map(int, self.objects["manager"].poll_all(self.objects["many"])))
 
     def seize(self, seconds: float, times: int) -> None:
-        """Keep the interpreter's lock for so long, in a moment, and so often; meanwhile no Python runs in this process."""
+        """Keep the interpreter's lock for so long, after a moment, and so often; meanwhile no Python runs in this process."""
 
         def work() -> None:
-            threading.Event().wait(SEIZE_AFTER_S)  # the answer to this very call goes out before
             for _ in range(times):
+                threading.Event().wait(SEIZE_AFTER_S)  # the answer to this very call goes out before
                 ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
         threading.Thread(target=work, name="seize", daemon=True).start()
