@@ -129,6 +129,22 @@ class _Question:
     error: str | None = None
 
 
+@dataclass(slots=True)
+class _Known:
+    """A group, and when its address was last asked for it."""
+
+    group: Group
+    asked_at: float
+
+    def outdated(self) -> bool:
+        """Whether it should be asked for again by now; not each time while the service is silent."""
+        now = time.monotonic()
+        if now - self.asked_at < REFRESH_S:
+            return False
+        self.asked_at = now
+        return True
+
+
 class Directory:
     """Finds prefill groups for a decode instance. All methods may be called from any thread and none blocks.
 
@@ -143,9 +159,7 @@ class Directory:
         self._tokens = itertools.count(1)
         self._waiting: dict[int, OnResult] = {}
         self._questions: dict[str, _Question] = {}
-        self._groups: OrderedDict[str, Group] = OrderedDict()
-        self._asked_at: dict[str, float] = {}
-        """When each of these was last asked for."""
+        self._groups: OrderedDict[str, _Known] = OrderedDict()
 
     def lookup(self, address: str, on_result: OnResult) -> int:
         """Have ``on_result`` called once with the group at ``address``, or with why there can be none: here and now if it is known, else on
@@ -156,30 +170,22 @@ class Directory:
         with self._lock:
             token = next(self._tokens)
             self._waiting[token] = on_result
-            group = self._groups.get(address)
+            known = self._groups.get(address)
             question = self._questions.get(address)
             fresh = None
-            if group is None and question is not None:
+            if known is None and question is not None:
                 question.tokens.add(token)
-            elif group is None:
+            elif known is None:
                 fresh = self._questions[address] = _Question({token})
             else:
                 self._groups.move_to_end(address)
-                if question is None and self._outdated(address):
+                if question is None and known.outdated():
                     fresh = self._questions[address] = _Question()
-        if group is not None:
-            self._deliver((token,), group)
+        if known is not None:
+            self._deliver((token,), known.group)
         if fresh is not None:
             self._http.run(self._ask(address, fresh))
         return token
-
-    def _outdated(self, address: str) -> bool:
-        """Whether a group should be asked for again by now; not each time while the service is silent."""
-        now = time.monotonic()
-        if now - self._asked_at[address] < REFRESH_S:
-            return False
-        self._asked_at[address] = now
-        return True
 
     def drop(self, token: int) -> None:
         """Stop waiting: the callback of that lookup is not called any more, unless it is running just now. Idempotent."""
@@ -189,9 +195,9 @@ class Directory:
     def forget(self, address: str, used: Group | None = None) -> None:
         """Drop the cached group of ``address``; with ``used`` only if it is that one and not a newer (P4)."""
         with self._lock:
-            if used is None or self._groups.get(address) == used:
-                self._groups.pop(address, None)
-                self._asked_at.pop(address, None)
+            known = self._groups.get(address)
+            if known is not None and used in (None, known.group):
+                del self._groups[address]
 
     def last_error(self, address: str) -> str | None:
         """Why ``address`` has not answered so far; None if nobody waits for it or it has not been tried yet."""
@@ -251,9 +257,9 @@ class Directory:
                 question.error = outcome.reason
                 return tokens
             del self._questions[address]
-            self._groups[address], self._asked_at[address] = outcome, time.monotonic()
+            self._groups[address] = _Known(outcome, time.monotonic())
             if len(self._groups) > MAX_CACHED_GROUPS:
-                del self._asked_at[self._groups.popitem(last=False)[0]]
+                self._groups.popitem(last=False)
             return tokens
 
     def _abandoned(self, address: str, question: _Question) -> bool:
