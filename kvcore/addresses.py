@@ -42,6 +42,13 @@ class Address:
         return ipaddress.ip_address(self.host).is_unspecified
 
     @property
+    def loopback(self) -> bool:
+        """Whether this is an address that leads to the same host everywhere. Of a name it is not known."""
+        if not self.ipv6 and not self.host.replace(".", "").isdigit():
+            return False
+        return ipaddress.ip_address(self.host).is_loopback
+
+    @property
     def zmq(self) -> str:
         """As ZeroMQ binds and connects it: ``tcp://[::1]:5555``."""
         return f"tcp://{self}"

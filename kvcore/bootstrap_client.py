@@ -7,6 +7,7 @@ import concurrent.futures
 import itertools
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -128,11 +129,28 @@ class _Question:
     error: str | None = None
 
 
+@dataclass(slots=True)
+class _Known:
+    """A group, and when its address was last asked for it."""
+
+    group: Group
+    asked_at: float
+
+    def outdated(self) -> bool:
+        """Whether it should be asked for again by now; not each time while the service is silent."""
+        now = time.monotonic()
+        if now - self.asked_at < REFRESH_S:
+            return False
+        self.asked_at = now
+        return True
+
+
 class Directory:
     """Finds prefill groups for a decode instance. All methods may be called from any thread and none blocks.
 
     One question per address is outstanding, whoever asks. It is asked again with back-off, as long as somebody waits, while the
-    service cannot be reached or its group is not complete. Groups are cached until ``forget``; failures are not.
+    service cannot be reached or its group is not complete. Groups are cached until ``forget``; failures are not. One that is used after
+    ``REFRESH_S`` is asked for again beside that, since its address may lead to another group by now while its ranks live on (P3).
     """
 
     def __init__(self, http: HttpThread) -> None:
@@ -141,7 +159,7 @@ class Directory:
         self._tokens = itertools.count(1)
         self._waiting: dict[int, OnResult] = {}
         self._questions: dict[str, _Question] = {}
-        self._groups: OrderedDict[str, Group] = OrderedDict()
+        self._groups: OrderedDict[str, _Known] = OrderedDict()
 
     def lookup(self, address: str, on_result: OnResult) -> int:
         """Have ``on_result`` called once with the group at ``address``, or with why there can be none: here and now if it is known, else on
@@ -152,17 +170,20 @@ class Directory:
         with self._lock:
             token = next(self._tokens)
             self._waiting[token] = on_result
-            group = self._groups.get(address)
+            known = self._groups.get(address)
             question = self._questions.get(address)
-            if group is not None:
-                self._groups.move_to_end(address)
-            elif question is not None:
+            fresh = None
+            if known is None and question is not None:
                 question.tokens.add(token)
-            else:
+            elif known is None:
                 fresh = self._questions[address] = _Question({token})
-        if group is not None:
-            self._deliver((token,), group)
-        elif question is None:
+            else:
+                self._groups.move_to_end(address)
+                if question is None and known.outdated():
+                    fresh = self._questions[address] = _Question()
+        if known is not None:
+            self._deliver((token,), known.group)
+        if fresh is not None:
             self._http.run(self._ask(address, fresh))
         return token
 
@@ -174,8 +195,9 @@ class Directory:
     def forget(self, address: str, used: Group | None = None) -> None:
         """Drop the cached group of ``address``; with ``used`` only if it is that one and not a newer (P4)."""
         with self._lock:
-            if used is None or self._groups.get(address) == used:
-                self._groups.pop(address, None)
+            known = self._groups.get(address)
+            if known is not None and used in (None, known.group):
+                del self._groups[address]
 
     def last_error(self, address: str) -> str | None:
         """Why ``address`` has not answered so far; None if nobody waits for it or it has not been tried yet."""
@@ -224,7 +246,7 @@ class Directory:
             return LookupFailure(address, f"answered what is not a group ({error}); is this a prefill group's address?")
 
     def _note(self, address: str, question: _Question, error: str) -> None:
-        if question.error is None:
+        if question.error is None and question.tokens:
             log.info("bootstrap service %s: no group yet (%s); asking on", address, error)
         question.error = error
 
@@ -236,7 +258,7 @@ class Directory:
                 question.error = outcome.reason
                 return tokens
             del self._questions[address]
-            self._groups[address] = outcome
+            self._groups[address] = _Known(outcome, time.monotonic())
             if len(self._groups) > MAX_CACHED_GROUPS:
                 self._groups.popitem(last=False)
             return tokens

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvcore.addresses import Address
 from kvcore.bootstrap import EXPIRY_S, GROUP_PATH, MAX_BODY_BYTES, RANKS_PATH, ROOMS_PATH, Group, RankInfo, read
 from kvcore.errors import ConfigError
 from kvcore.http import Refusal
@@ -143,7 +144,13 @@ class BootstrapService:
             info = read(body, RankInfo)
         except ValueError as error:
             raise Refusal(400, f"not a rank: {error}") from error
+        known = self._table.get(info.rank) == info
         self._table.register(info)
+        if not known and info.address.loopback and request.remote and not Address(request.remote, 0).loopback:
+            log.warning(
+                "rank %d registers from %s and publishes %s, which leads decode nowhere from other hosts; set its host",
+                info.rank, request.remote, info.control,
+            )  # fmt: skip
         return _json(info)
 
     async def _rank(self, request: web.Request) -> web.Response:

@@ -21,7 +21,7 @@ from kvcore.addresses import Address
 from kvcore.descriptors import DescriptorWatch
 from kvcore.doorkeeper import Doorkeeper
 from kvcore.errors import ConfigError, IncompatiblePeerError
-from kvcore.logs import Once
+from kvcore.logs import Failures, Once
 from kvcore.pulse import Pulse
 from kvcore.wire import MAX_LETTER_BYTES
 
@@ -29,6 +29,8 @@ log = logging.getLogger("kvcore.channel")
 
 HIGH_WATER = 10_000
 IDLE_S = 1.0
+PAUSE_S = 0.05
+"""After an error that is nobody's in particular."""
 MOST_KEEPALIVE_S = 32_767
 """More than this Linux refuses, and the connection with it."""
 LINGER_MS = 100
@@ -71,11 +73,11 @@ class Channel:
         os.set_blocking(self._wake_write, False)
         self._woken = False
         self._wake_lock = threading.RLock()  # a handle may be collected, and wake this, in the middle of a wake
-        self._stopping = False
-        self._once = Once()
+        self._stopping = threading.Event()
+        self._once, self._failures = Once(), Failures(log)
         self._wake_at = self._look_at = 0.0
         self._descriptors = DescriptorWatch(log)
-        self.bad_messages = self._raised = 0
+        self.bad_messages = 0
         self.tap: Callable[[Route, bytes, bool], int] = straight_through
         """How many times a frame on a route goes on, out (True) or in (False); 0 drops it. Called on the control thread, for tests."""
         self._context = zmq.Context()
@@ -154,7 +156,7 @@ class Channel:
 
     def stop(self, timeout_s: float) -> bool:
         """Send what is queued, close all sockets and end the thread; True if it ended. Idempotent."""
-        self._stopping = True
+        self._stopping.set()
         self._woken = False
         self.wake()
         if self._thread.ident is None:
@@ -252,11 +254,12 @@ class Channel:
         return False
 
     def _run(self) -> None:
-        while not self._stopping:
+        while not self._stopping.is_set():
             try:
                 self._turn()
             except Exception:
-                log.exception("the control thread goes on after an error")
+                self._failures.note("turn", "the control thread goes on after an error")
+                self._stopping.wait(PAUSE_S)  # what is broken for good must not keep it busy
         self._take_calls()
         self._close_sockets()
 
@@ -273,6 +276,7 @@ class Channel:
         self.pulse.rests()
         came = self._poller.poll(wait_ms)
         self.pulse.began()
+        broken = None
         for ready, _ in came:
             if ready == self._wake_read:
                 os.read(self._wake_read, 4096)
@@ -281,8 +285,13 @@ class Channel:
                 self._door.serve(ready)
             elif ready in self._monitored:
                 self._turned_away(self._monitored[ready])
-            elif isinstance(ready, zmq.Socket):
-                self._receive(ready)
+            elif isinstance(ready, zmq.Socket) and not ready.closed:  # as another one's frame may have had it
+                try:
+                    self._receive(ready)
+                except zmq.ZMQError as error:
+                    broken = error  # the others have their turn before
+        if broken is not None:
+            raise broken
 
     def _turned_away(self, route: Route) -> None:
         if self._door is not None and route.monitor is not None and (why := self._door.turned_away(route.monitor)):
@@ -300,13 +309,15 @@ class Channel:
             try:
                 function()
             except Exception:
-                log.exception("a call on the control thread failed; the others go on")
+                self._failures.note("call", "a call on the control thread failed; the others go on")
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         for _ in range(256):  # then other sockets and timers have their turn
+            if socket.closed:
+                return
             try:
                 parts = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.ZMQError:
+            except zmq.Again:
                 return
             route = self._routes.get(socket)
             frames = parts if route is not None else parts[1:]
@@ -322,9 +333,7 @@ class Channel:
         try:
             self._on_frame(route, frame)
         except Exception:
-            self._raised += 1
-            if _worth_a_line(self._raised):
-                log.exception("a message could not be handled (number %d); the next one is served", self._raised)
+            self._failures.note("message", "a message could not be handled; the next one is served")
 
     def note_bad(self, what: str) -> None:
         """Count a bad message, and log the first few and then one in a thousand (P5)."""

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from kvcore import addresses, closing, gathering
+from kvcore import addresses, closing, gathering, interfaces
 from kvcore.access import Access
 from kvcore.admin import admin_app
 from kvcore.backend import Backend
@@ -58,7 +58,7 @@ class Core:
     """The running parts of one manager. Raises what ``KVManager`` raises if it cannot start, with nothing left running."""
 
     def __init__(self, config: Config, pools: Sequence[Pool]) -> None:
-        self.config = config = config if config.host else config.model_copy(update={"host": addresses.own_host()})
+        self.config = config = config.model_copy(update=interfaces.placed(config.host, config.bind))
         self.pools: Mapping[str, Pool] = by_name(pools)
         self.rank = config.topology.place.number
         self.instance = instance_id(config.role)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 
 from kvcore.errors import cause, one_line
 from kvcore.exclusive import HookBusy
 from kvcore.hookspecs import PENDING, RETRY, Hooks, NothingPosted, Ticket, TicketKind, TicketState, Transfer
-from kvcore.logs import about
+from kvcore.logs import Failures, about
 from kvcore.states import RoomKey
 
 log = logging.getLogger("kvcore.fast_hooks")
@@ -25,7 +25,7 @@ class FastHooks:
     def __init__(self, hooks: Hooks) -> None:
         self._hooks = hooks
         self._owed: deque[tuple[str, Callable[[], object]]] = deque()
-        self._errors: Counter[str] = Counter()
+        self._failures = Failures(log)
 
     def transfer(self, transfer: Transfer) -> Ticket | TicketState:
         """The ticket, or how it has ended already; DONE, RETRY or FAILED, whatever the backend does. From any thread."""
@@ -108,12 +108,8 @@ class FastHooks:
             self._owed.popleft()
 
     def _log_error(self, hook: str, room: RoomKey | None) -> None:
-        """Log the error at hand: of each hook the first few and then one in a thousand."""
-        self._errors[hook] += 1
-        number = self._errors[hook]
-        if number <= 10 or number % 1000 == 0:
-            text = "the backend's %s failed%s (number %d); the core goes on"
-            log.exception(text, hook, f" for room {room}" if room else "", number, extra=about(room))
+        text = f"the backend's {hook} failed{f' for room {room}' if room else ''}; the core goes on"
+        self._failures.note(hook, text, about(room))
 
 
 def _sound(state: object) -> TicketState:

@@ -146,7 +146,7 @@ class HttpThread:
         return bound
 
     async def request(self, method: str, address: Address, path: str, body: bytes | None = None) -> Answer:
-        """Ask a server, over at most a handful of connections at once. To be awaited on this thread.
+        """Ask a server, over one connection for each address. To be awaited on this thread.
 
         Raises ``ConnectionError`` with a short reason if there is no complete answer within a few seconds.
         """

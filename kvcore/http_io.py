@@ -11,6 +11,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
+from weakref import WeakValueDictionary
 
 import aiohttp
 from aiohttp import web
@@ -28,7 +29,7 @@ log = logging.getLogger("kvcore.http")
 HANDLER_S = 5.0
 CONNECT_S = 2.0
 REQUEST_S = 5.0
-CONNECTIONS = 8
+CONNECTIONS = 256
 MAX_ANSWER_BYTES = 1 << 20
 LOG_EVERY_S = 10.0
 
@@ -154,9 +155,10 @@ def _addresses(host: str, port: int, family: socket.AddressFamily) -> list[Resol
 
 
 class Client:
-    """Asks servers over at most ``CONNECTIONS`` connections at once. Made and used on the loop."""
+    """Asks servers, each over one connection, so that none which does not answer holds up another. Made and used on the loop."""
 
     def __init__(self, guard: Guard) -> None:
+        self._turns: WeakValueDictionary[Address, asyncio.Lock] = WeakValueDictionary()
         self._slots = asyncio.Semaphore(CONNECTIONS)
         self._scheme = "http" if guard.asking is None else "https"
         self._session = aiohttp.ClientSession(
@@ -170,9 +172,9 @@ class Client:
         )
 
     async def request(self, method: str, address: Address, path: str, body: bytes | None) -> Answer:
-        """One question; raises ``ConnectionError`` with a short reason. The time-out starts when a connection is free."""
+        """One question; raises ``ConnectionError`` with a short reason. The time-out starts when the connection is free."""
         url = URL.build(scheme=self._scheme, host=address.host, port=address.port, path=path)  # text would not keep an IPv6 scope as it is
-        async with self._slots:
+        async with self._turns.setdefault(address, asyncio.Lock()), self._slots:
             try:
                 async with self._session.request(method, url, data=body, allow_redirects=False) as response:
                     return Answer(response.status, await _body(response.content))

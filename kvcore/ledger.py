@@ -17,7 +17,7 @@ from collections.abc import Callable
 from kvcore.errors import KVCoreError, cause
 from kvcore.fast_hooks import FastHooks
 from kvcore.hookspecs import RETRY, Capabilities, Hooks, Ticket, TicketKind, TicketState
-from kvcore.logs import about
+from kvcore.logs import Failures, about
 from kvcore.metrics import Metrics
 from kvcore.planner import Layout
 from kvcore.protocol import events as ev
@@ -26,8 +26,6 @@ from kvcore.room import Chunk, Room
 from kvcore.states import FailureCode, Reason, RoomKey
 from kvcore.tickets import Entry, Incoming, Part, PeerView, transfers
 from kvcore.workers import STUCK_PER_WORKER, Job, Workers
-
-log = logging.getLogger("kvcore.ledger")
 
 SPIN_S = 0.0002
 SHORTEST_WAIT_S = 0.00005
@@ -62,8 +60,8 @@ class Ledger:
         self._to_forget = self._forgotten = 0
         parallel = 1 if capabilities.exclusive else capabilities.parallel
         self.workers = Workers(parallel, 1 if capabilities.exclusive else STUCK_PER_WORKER * parallel)
-        self._bell = threading.Event()
-        self._stopping = False
+        self._bell, self._stopping = threading.Event(), False
+        self._failures = Failures(logging.getLogger("kvcore.ledger"))
         self.backend_rooms = 0
         """Lifetimes that the backend held something for when the ledger last had nothing to do (B4)."""
         self._thread = threading.Thread(target=self._run, name="kvcore-progress", daemon=True)
@@ -149,8 +147,8 @@ class Ledger:
             try:
                 busy = self.turn()
             except BaseException:
-                log.exception("the progress thread goes on after an error")
-                busy = False
+                self._failures.note("turn", "the progress thread goes on after an error")
+                busy, idle_since = False, -math.inf  # what is broken for good must not keep it busy
             now = self._clock()
             idle_since = now if busy else idle_since
             self._rest(now - idle_since)
@@ -224,7 +222,7 @@ class Ledger:
             self._fail(entry, FailureCode.BAD_PAGES, str(error))
             return None
         except BaseException as error:
-            log.error("room %s: chunk %d cannot be planned", entry.room.id, entry.number, exc_info=error, extra=about(entry.room.key))
+            self._failures.note("plan", f"room {entry.room.id}: chunk {entry.number} cannot be planned", about(entry.room.key))
             self._fail(entry, FailureCode.INTERNAL, f"chunk {entry.number}: {cause(error)}")
             return None
         if transfer is not None:
@@ -396,4 +394,4 @@ class Ledger:
         try:
             call()
         except BaseException:
-            log.exception("an order or the news of a ticket's end failed; the core goes on")
+            self._failures.note("order", "an order or the news of a ticket's end failed; the core goes on")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 
 from kvcore.errors import MOST_TEXT, one_line
@@ -68,3 +69,20 @@ class Once:
             return False
         self._seen.add(what)
         return True
+
+
+class Failures:
+    """Logs errors that may come again and again (C107). From any thread."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._log = logger
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def note(self, kind: str, text: str, fields: Mapping[str, object] | None = None) -> None:
+        """Log the error at hand, with its traceback: of each kind the first few, and then one in a thousand."""
+        with self._lock:
+            self._counts[kind] += 1
+            number = self._counts[kind]
+        if number <= 10 or number % 1000 == 0:
+            self._log.exception("%s (number %d)", text, number, extra=fields)

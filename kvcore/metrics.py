@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -94,23 +95,24 @@ class Metrics:
         self._sums: dict[tuple[str, Labels], tuple[int, float]] = {}
 
     def count(self, name: str, amount: int = 1, **labels: str) -> None:
-        """Add to a counter; what is not above 0 is ignored (a counter never falls)."""
-        if amount > 0:
+        """Add to a counter; what is not a number above 0 is ignored (a counter never falls, C105)."""
+        if 0 < amount < math.inf:
             with self._lock:
                 self._counts[name, tuple(sorted(labels.items()))] += amount
 
     def set_count(self, name: str, total: int, **labels: str) -> None:
         """Bring a counter up to a total that is counted elsewhere."""
+        key = name, tuple(sorted(labels.items()))
         with self._lock:
-            key = name, tuple(sorted(labels.items()))
-            self._counts[key] = max(total, self._counts[key])
+            held = self._counts[key]
+            self._counts[key] = total if held < total < math.inf else held
 
     def observe(self, name: str, seconds: float, **labels: str) -> None:
-        """Add one observation to a summary."""
+        """Add one observation to a summary; a time that is none counts as 0."""
         key = name, tuple(sorted(labels.items()))
         with self._lock:
             number, total = self._sums.get(key, (0, 0.0))
-            self._sums[key] = number + 1, total + max(0.0, seconds)
+            self._sums[key] = number + 1, total + (seconds if 0 < seconds < math.inf else 0.0)
 
     def ended(self, side: Side, state: KVPoll, code: FailureCode | None, figures: TransferMetrics) -> None:
         """A room became terminal."""

@@ -11,6 +11,7 @@ import pluggy
 
 from kvcore.errors import MOST_CAUSE, ConfigError, KVCoreError, one_line
 from kvcore.hookspecs import Event, Hooks
+from kvcore.logs import Failures
 
 log = logging.getLogger("kvcore.observers")
 
@@ -44,6 +45,7 @@ class Observers:
         self._events: deque[Event] = deque(maxlen=MOST_WAITING)
         self._bell = threading.Event()
         self._stopping = False
+        self._failures = Failures(log)
         self._watched = False
         self._thread = threading.Thread(target=self._run, name="kvcore-events", daemon=True)
 
@@ -98,4 +100,5 @@ class Observers:
             try:
                 implementation.function(event) if "event" in implementation.argnames else implementation.function()
             except BaseException:
-                log.exception("observer %s failed on %s; the others are told", implementation.plugin_name, event.name)
+                name = implementation.plugin_name
+                self._failures.note(name, f"observer {name} failed on {event.name}; the others are told")

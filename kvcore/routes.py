@@ -193,7 +193,9 @@ class Routes:
         if error := self._directory.last_error(address):
             return f"prefill {address}: {error}"
         search = next((search for search in self._searches if search.address == address), None)
-        if search is not None and search.group is not None and not search.expected:
+        if search is not None and search.group is None:
+            return f"prefill {address}: its bootstrap service has not answered"
+        if search is not None and not search.expected:
             return f"prefill {address}: no data-parallel rank has opened the room"
         silent = [info for info in search.expected if info.rank not in search.peers] if search is not None else []
         return f"prefill {address}: rank {silent[0].rank} at {silent[0].control} does not answer" if silent else ""

@@ -20,7 +20,7 @@ from aiohttp import web
 from pydantic import BaseModel, field_validator
 
 import kvcore
-from kvcore import Config, KVManager, Limits, Pool, Region, addresses, errors, handles, hookimpl, installed, registry
+from kvcore import Config, KVManager, Limits, Pool, Region, addresses, errors, handles, hookimpl, installed, interfaces, registry
 from kvcore.access import new_keys
 from kvcore.backends.local import LocalBackend
 from kvcore.bootstrap import RankInfo
@@ -46,6 +46,7 @@ from kvcore.faults import FaultPlan
 from kvcore.hookspecs import API_VERSION, BackendInfo, Capabilities
 from kvcore.http import HttpThread
 from kvcore.installed import InstalledBackend
+from kvcore.interfaces import placed
 from kvcore.layouts import Heads
 from kvcore.memory import PoolGeometry, check_distinct
 from kvcore.planner import Descriptors, Layout, Plan, check, check_listed, split
@@ -313,6 +314,12 @@ def layers(tokens: int = 4, number_of: int = 2, dtype: str = "float32", head_dim
     return [(made, made)] * number_of
 
 
+def bare_interface(t: Tools) -> None:
+    for find in ("_interface_ipv4", "_interface_ipv6"):
+        t.patch.setattr(interfaces, find, lambda name: None)
+    placed("", "lo")
+
+
 def read_only() -> Any:
     array = np.zeros((4, 8))
     array.flags.writeable = False
@@ -472,6 +479,8 @@ CASES = [
     Case("IPv4 that is none", lambda t: addresses.parse_host("1.2.3.4.5", "bind"), ConfigError, ("bind", "'1.2.3.4.5'"), ValueError),
     Case("IPv6 that is none", lambda t: addresses.parse_host("fe80::zz", "bind"), ConfigError, ("bind", "'fe80::zz'"), ValueError),
     Case("scope that is none", lambda t: addresses.parse_host("fe80::1%", "bind"), ConfigError, ("bind", "'fe80::1%'", "interface")),
+    Case("host that is nothing here", lambda t: placed("nowhere.invalid", ""), ConfigError, ("host", "'nowhere.invalid'", "lo"), OSError),
+    Case("interface without an address", bare_interface, ConfigError, ("bind", "'lo'", "name another")),
     Case("memory of another kind", lambda t: t.start(pools=[pool([Region(4096, 64, "npu:0")])]), ConfigError, ("'local'", "cpu", "npu")),
     Case("engine that raises", lambda t: t.start_badly(at_open=KeyError("MC_ADDR")), BackendLoadError,
          ("'fake'", "kvcore_open", "MC_ADDR", "127.0.0.1"), KeyError),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,9 @@ MOMENTS = ("opened", "joined", "published", "in flight")
 """How far ``at`` brings a room."""
 
 Array = npt.NDArray[np.uint8]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _numbers = itertools.count(1)
 _never = threading.Event()
@@ -268,6 +271,43 @@ def duo(
                 each.start()
             for each in both:
                 each.join()
+
+
+class Pace:
+    """How long calls of the scheduler's thread take: ``pace(handle.poll)``. Beside them a thread of its own only waits a moment again and
+    again, and so tells how long the machine, or the interpreter's lock, keeps just anybody."""
+
+    QUICK_S, MOST_S, WATCH_S, MANY = 0.005, 0.25, 120.0, 20
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+        self._late_s = 0.0
+        self._over = threading.Event()
+        threading.Thread(target=self._watch, name="pace", daemon=True).start()
+
+    def _watch(self) -> None:
+        begun = now = time.monotonic()
+        while not self._over.wait(self.QUICK_S) and now - begun < self.WATCH_S:
+            before, now = now, time.monotonic()
+            self._late_s = max(self._late_s, now - before - self.QUICK_S)
+
+    def __call__(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Make a call and time it."""
+        begun = time.monotonic()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.seconds.setdefault(getattr(call, "__name__", "call"), []).append(time.monotonic() - begun)
+
+    def check(self) -> None:
+        """None has waited for anybody: of many of a kind most were quick, of many in all nearly every one, and none took much longer than
+        the machine keeps just anybody."""
+        self._over.set()
+        for kind, took in self.seconds.items():
+            assert len(took) < self.MANY or sorted(took)[len(took) // 2] < self.QUICK_S, f"{kind}: {max(took):.3f} s at most of {len(took)}"
+        every = sorted(second for took in self.seconds.values() for second in took)
+        assert len(every) < self.MANY or every[int(len(every) * 0.95)] < self.QUICK_S, every[-20:]
+        assert every[-1] < self.MOST_S + 3 * self._late_s, (self._late_s, every[-10:])
 
 
 class Events:

@@ -97,9 +97,9 @@ class Side:
         """Abort a room on one rank."""
         self.handles[room][rank].abort(f"rank {rank} aborts")
 
-    def fail(self, room: int, rank: int) -> None:
+    def fail(self, room: int, rank: int, reason: str = "injected") -> None:
         """Have the first ticket of a room fail on one rank."""
-        self.plans[rank].fail(room=room, times=1)
+        self.plans[rank].fail(reason, room=room, times=1)
 
     def hold(self, room: int, ranks: Sequence[int] | None = None) -> None:
         """Have no ticket of a room end on any rank, or some, until ``release``."""

@@ -7,8 +7,11 @@ import socket
 import pytest
 from hypothesis import given, strategies as st
 
+from kvcore import interfaces
 from kvcore.addresses import Address, own_address, parse, parse_host
 from kvcore.errors import ConfigError, shown
+from kvcore.interfaces import placed
+from tests.helpers import Duo, manager, memory
 
 
 @pytest.mark.parametrize(
@@ -123,6 +126,14 @@ def test_c78_wildcards_are_known_as_such(host: str, wildcard: bool) -> None:
     assert Address(host, 80).wildcard is wildcard
 
 
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("10.0.0.7", False), ("fd00::1", False), ("node", False)],
+)
+def test_c78_loopback_is_known_as_such(host: str, loopback: bool) -> None:
+    assert Address(host, 80).loopback is loopback
+
+
 _HOSTS = st.one_of(
     st.ip_addresses(v=4).map(str),
     st.ip_addresses(v=6).map(str),
@@ -163,3 +174,43 @@ def test_an_address_of_this_host_is_found_for_an_engine_that_listens_there(host:
 def test_an_address_of_another_host_is_refused_at_once(host: str, family: socket.AddressFamily, wanted: str) -> None:
     with pytest.raises(ConfigError, match=rf"^backend 'mine' cannot listen on host '{host}' \(.*\); give {wanted} of this host$"):
         own_address("mine", host, family)
+
+
+# --- which address of this host is meant
+
+
+def test_c79_an_explicit_address_or_interface_wins_over_any_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interfaces, "own_host", lambda: "192.0.2.7")
+    assert placed("", "") == {"host": "192.0.2.7", "bind": ""}
+    assert placed("127.0.0.2", "") == {"host": "127.0.0.2", "bind": ""}
+    assert placed("[::1]", "::") == {"host": "::1", "bind": "::"}
+    assert placed("lo", "lo") == {"host": "127.0.0.1", "bind": "127.0.0.1"}
+    assert placed("localhost", "") == {"host": "localhost", "bind": ""}
+    assert placed("name-of-a-service.invalid", "127.0.0.1")["host"] == "name-of-a-service.invalid", "which peers may know"
+
+
+def test_c79_an_interface_with_addresses_of_ipv6_only_is_known_by_the_widest(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = """fe80000000000000000000000000abcd 04 40 20 80     eth7
+20010db8000000000000000000000002 04 40 00 80     eth7
+fe80000000000000000000000000abce 05 40 20 80     eth8
+"""
+    monkeypatch.setattr(interfaces, "_interface_ipv4", lambda name: None)
+    monkeypatch.setattr(interfaces.socket, "if_nameindex", lambda: [(4, "eth7"), (5, "eth8")])
+    monkeypatch.setattr(interfaces.Path, "read_text", lambda *_, **__: table)
+    assert placed("eth7", "eth8") == {"host": "2001:db8::2", "bind": "fe80::abce%eth8"}
+
+
+@pytest.mark.parametrize("setting", ["host", "bind"])
+def test_c79_an_interface_that_does_not_exist_is_refused_with_those_that_do(setting: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        manager("prefill", memory(4), **{setting: "eth77"})
+    text = str(caught.value)
+    assert text.startswith(f"{setting}: 'eth77' is neither a name with an address")
+    assert all(name in text for _, name in socket.if_nameindex())
+
+
+def test_c79_a_room_completes_over_a_named_interface() -> None:
+    source, target = memory(8, seed=3), memory(8)
+    with manager("prefill", source, host="lo") as prefill, manager("decode", target, host="lo") as decode:
+        assert prefill.address.startswith("127.0.0.1:")
+        Duo(prefill, decode, source, target).transfer([1, 2], [3, 4])

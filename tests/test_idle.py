@@ -78,7 +78,7 @@ def test_without_rooms_a_process_takes_less_than_one_percent(two: list[Child]) -
     assert max(found) < 0.01
 
 
-def test_5000_waiting_rooms_take_less_than_three_percent_and_are_polled_within_50_ms(two: list[Child]) -> None:
+def test_c108_5000_waiting_rooms_take_less_than_three_percent_and_are_polled_within_50_ms(two: list[Child]) -> None:
     """First those that wait alone: senders nobody joins, receivers whose prefill is not there. Then receivers join the senders, and
     half of them publish their destination, so that both sides of a room wait for input."""
     prefill, decode = two
@@ -109,8 +109,8 @@ def _poll_s(child: Child) -> float:
     return child.took_s
 
 
-def test_thousands_of_rooms_that_wait_for_a_peer_do_not_slow_the_control_thread() -> None:
-    """C108: what it does at each turn does not grow with the rooms that still look for their prefill."""
+def test_c108_thousands_of_rooms_that_wait_for_a_peer_do_not_slow_the_control_thread() -> None:
+    """What it does at each turn does not grow with the rooms that still look for their prefill."""
     with manager("decode", memory(4), limits={"bootstrap_s": 60.0}) as decode:
         handles = [decode.receiver(number(), "127.0.0.1:9") for _ in range(3000)]
         wait_until(lambda: decode.stats().stores["searches"] == len(handles))

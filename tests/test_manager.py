@@ -100,55 +100,6 @@ def test_s5_a_reason_travels_up_to_1_kib_and_whole_characters(pair: Duo) -> None
     assert failure_of(receiver).reason == "ü" * 512
 
 
-def limit_case(case: str, pair: Duo) -> tuple[list[Handle], str]:
-    """A room of which the first handle runs into the limit, and what its reason must say; both handles must be kept."""
-    if case == "prefill bootstrap_s":
-        return [pair.prefill.sender(number())], "a receiver to join"
-    if case == "decode bootstrap_s":
-        return [pair.decode.receiver(number(), pair.prefill.address)], "prefill rank 0 to open the room"
-    sender, receiver = pair.open()
-    if case == "prefill bootstrap_s after a join":
-        return [sender, receiver], "a receiver has joined"
-    if case == "decode input_s before receive":
-        return [receiver, sender], "receive to be called"
-    receiver.receive(PAGES)
-    if case == "prefill input_s":
-        return [sender, receiver], "the first chunk"
-    if case == "decode input_s after receive":
-        return [receiver, sender], "the sender's first chunk"
-    sender.send(PAGES[:1])
-    if case == "prefill transfer_s":
-        return [sender, receiver], "the last chunk"
-    return [receiver, sender], "the sender's last chunk"
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        "prefill bootstrap_s", "prefill bootstrap_s after a join", "prefill input_s", "prefill transfer_s",
-        "decode bootstrap_s", "decode input_s before receive", "decode input_s after receive", "decode transfer_s",
-    ],
-)  # fmt: skip
-def test_s8_each_limit_fires_in_its_state_with_nobody_polling(case: str) -> None:
-    """The side under test has the short limit, the other a long one, and no handle is asked before the limit has passed."""
-    name = next(word for word in case.split() if word.endswith("_s"))
-    side = case.split()[0]
-    settings = {role: {"orphan_s": 30.0, **({name: 0.3} if role == side else {})} for role in ("prefill", "decode")}
-    source, target = memory(32, seed=3), memory(32)
-    with manager("prefill", source, limits=settings["prefill"]) as prefill, manager("decode", target, limits=settings["decode"]) as decode:
-        pair = Duo(prefill, decode, source, target)
-        events = Events()
-        (prefill if side == "prefill" else decode).add_observer(events)
-        begun = time.monotonic()
-        handles, waited_for = limit_case(case, pair)
-        handle = handles[0]
-        at = events.reached(handle, "FAILED")
-        assert 0.25 < at - begun < 3
-        failure = failure_of(handle)
-        assert failure.code is FailureCode.TIMEOUT and failure.side == side
-        assert f"{name} passed for room {handle.room}" in failure.reason and waited_for in failure.reason
-
-
 def test_s8_receive_restarts_input_s() -> None:
     with duo() as pair, manager("decode", memory(32), limits={"input_s": 0.5}) as decode:
         events = Events()

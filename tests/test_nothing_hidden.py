@@ -78,6 +78,7 @@ PARTS = {
     f"{CORE}._peers.pairings[]": "what a peer said of its pools",
     f"{CORE}.routes._searches[]": "the ranks that a search expects, and those that are paired",
     f"{CORE}._directory._groups[]": "the ranks of a group",
+    f"{CORE}.routes._groups[]": "the same of a group that a peer was found through",
     f"{CORE}._directory._questions[]": "who waits for an answer, each a lookup as well",
 }
 """Records of stores that are covered. What stands in one is no store, unless it grows beyond ``MOST_PARTS`` on average."""

@@ -155,6 +155,28 @@ def test_t5_a_failed_ticket_on_one_rank_ends_all_with_its_reason(groups: tuple[W
     decode.reset()
 
 
+@pytest.mark.parametrize("reason", ["the queue pair is gone", "long " * 1000], ids=["short", "long"])
+def test_c106_every_rank_tells_the_first_reason_and_whose_it_was(groups: tuple[Worker, Worker, str], reason: str) -> None:
+    """Rank 2 fails with a reason while the others write; slower ranks of both sides then give reasons of their own: all have the first one
+    word for word, as far as it may travel, and keep it."""
+    prefill, decode, address = groups
+    room = number()
+    prefill.hold(room, [0, 1, 3])
+    prefill.fail(room, 2, reason)
+    prefill.hand_over(room, address)
+    decode.hand_over(room, address)
+    ends = [*prefill.ended(room), *decode.ended(room)]
+    assert len(ends) == 6 and len(set(ends)) == 1, ends
+    assert reason[:900] in ends[0] and "(backend, from prefill rank 2)" in ends[0] and len(ends[0]) < 1024 + 200
+    for side, rank in ((prefill, 0), (prefill, 3), (decode, 1)):
+        side.abort(room, rank)
+    prefill.release()  # and their writes succeed
+    assert [*prefill.ended(room), *decode.ended(room)] == ends
+    prefill.clear(room)
+    decode.clear(room)
+    decode.reset()
+
+
 FOUR_TO_ONE: Combination = ("mha", "token", (4, 1, 1, 1), False)
 
 

@@ -117,7 +117,7 @@ def test_p3_where_another_instance_answers_the_service_is_asked_once_more() -> N
     assert asked.routes.sizes() == {"searches": 0, "groups": 1, "directory_lookups": 0}
 
 
-def test_p3_where_the_service_says_otherwise_for_good_both_are_named() -> None:
+def test_c79_p3_where_another_instance_answers_for_good_both_are_named_with_the_address() -> None:
     asked = Asked()
     for _ in range(2):
         asked.directory.answer(group_of("prefill-1"))
@@ -219,6 +219,12 @@ def test_p4_a_failed_search_forgets_what_it_used_and_tells_its_room_once() -> No
 def test_s8_a_time_out_says_why_the_other_side_was_not_reached() -> None:
     routes = Asked().routes
     assert routes.why(ADDRESS) == f"prefill {ADDRESS}: connection refused" and routes.why("127.0.0.1:8") == ""
+
+
+def test_s8_a_time_out_names_an_address_that_has_not_answered_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked()
+    monkeypatch.setattr(asked.directory, "last_error", lambda address: None)
+    assert asked.routes.why(ADDRESS) == f"prefill {ADDRESS}: its bootstrap service has not answered"
 
 
 # --- running managers

@@ -8,6 +8,7 @@ The object ``worker`` is there from the start and makes the manager, which is th
 from __future__ import annotations
 
 import builtins
+import ctypes
 import hashlib
 import importlib
 import json
@@ -34,6 +35,7 @@ from kvcore_conformance.child.pretence import pretending
 from kvcore_conformance.child.sight import Sight
 
 STEP_S = 0.001
+SEIZE_AFTER_S = 0.05
 
 
 class Gate:
@@ -265,6 +267,16 @@ class Worker:
     def poll_many(self) -> list[int]:
         """The states of all of these."""
         return list(map(int, self.objects["manager"].poll_all(self.objects["many"])))
+
+    def seize(self, seconds: float, times: int) -> None:
+        """Keep the interpreter's lock for so long, after a moment, and so often; meanwhile no Python runs in this process."""
+
+        def work() -> None:
+            for _ in range(times):
+                threading.Event().wait(SEIZE_AFTER_S)  # the answer to this very call goes out before
+                ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+        threading.Thread(target=work, name="seize", daemon=True).start()
 
     def cpu_s(self) -> float:
         """CPU seconds of this process so far."""

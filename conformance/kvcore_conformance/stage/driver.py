@@ -23,6 +23,8 @@ from kvcore_conformance.report.model import Story
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 ANSWER_S = 20.0
 """How long a child may take for an answer, beyond the waiting that the command itself asks for."""
+START_S = 30.0
+"""And for its first, since an interpreter and an engine are imported before."""
 STEP_S = 0.002
 SPARE = 2
 """Children of a crew that are started ahead."""
@@ -73,11 +75,15 @@ class Failure:
 class Child:
     """One worker process, and the manager in it once ``start`` was called."""
 
-    def __init__(self, env: Mapping[str, str] | None = None, backend: str = "local", options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, env: Mapping[str, str] | None = None, backend: str = "local", options: Mapping[str, Any] | None = None, namespace: str = ""
+    ) -> None:
+        """``namespace``: of the network, by the name that ``ip netns`` knows; else that of this process."""
         self.backend, self.options = backend, dict(options or {})
         """What ``start`` makes managers over."""
+        within = ["ip", "netns", "exec", namespace] if namespace else []  # which becomes the worker, under the same process id
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvcore_conformance.child.worker"],
+            [*within, sys.executable, "-m", "kvcore_conformance.child.worker"],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **ONE_THREAD, **(env or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -163,7 +169,7 @@ class Child:
         backend, than it has."""
         self.work("pretend", major, minor, wire_version, backend)
 
-    def start(self, role: str, pools: Sequence[PoolSpec] = (PoolSpec(),), waits_s: float = 0.0, **config: Any) -> Child:
+    def start(self, role: str, pools: Sequence[PoolSpec] = (PoolSpec(),), waits_s: float = START_S, **config: Any) -> Child:
         """Make the manager: random memory on prefill, zeroed memory on decode. ``limits`` are put over ``LIMITS``."""
         over = {"backend": self.backend, "backend_options": self.options}
         config = {"role": role, **over, **config, "limits": {**LIMITS, **config.get("limits", {})}}
@@ -231,6 +237,10 @@ class Child:
     def heal(self) -> None:
         """No more faults, and no more tap."""
         self.work("heal")
+
+    def seize(self, seconds: float, times: int = 1) -> None:
+        """Have its interpreter be busy with something else from about now on."""
+        self.work("seize", seconds, times)
 
     def tap(self, do: str, message: str, outgoing: bool, **how: Any) -> None:
         """Drop, duplicate or delay control messages of a kind, such as ``Status``, see ``ControlTap``."""
@@ -337,7 +347,7 @@ class Crew:
     started before anybody asks."""
 
     def __init__(self, env: Mapping[str, str] | None = None, backend: str = "local", options: Mapping[str, Any] | None = None) -> None:
-        self._env, self._backend, self._options = env, backend, options
+        self._env, self.backend, self._options = env, backend, options
         self.reopens = True  # in one process; else a child is lent once
         self._all: list[Child] = []
         self._idle: list[Child] = []
@@ -371,7 +381,7 @@ class Crew:
             raise
 
     def _new(self) -> Child:
-        self._all.append(Child(self._env, self._backend, self._options))
+        self._all.append(Child(self._env, self.backend, self._options))
         return self._all[-1]
 
     def end(self) -> None:
