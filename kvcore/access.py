@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import re
@@ -15,6 +14,7 @@ import zmq
 from pydantic import SecretStr
 from zmq.utils import z85
 
+from kvcore.addresses import Address, parse, parse_host
 from kvcore.config import BEARER, BEARER_FORM, KEY, KEY_FORM, Config, Security
 from kvcore.errors import MOST_CAUSE, ConfigError, cause, one_line
 
@@ -63,14 +63,14 @@ class Access:
         return access
 
     def _warn_if_open(self, config: Config) -> None:
-        host = config.bind or config.host
+        host = parse_host(config.bind or config.host, "bind")
         bound = [("control", host, "security.curve_secret", self.keys is not None)]
         if config.role != "decode" and config.bootstrap is None:
             bound.append(("bootstrap", host, "security.token", bool(self.guard.token)))
         if config.admin is not None:
-            bound.append(("admin", config.admin.rpartition(":")[0], "security.token", bool(self.guard.token)))
+            bound.append(("admin", parse(config.admin, "admin", any_port=True).host, "security.token", bool(self.guard.token)))
         for port, where, setting, guarded in bound:
-            if not guarded and not loopback(where):
+            if not guarded and not Address(where, 0).loopback:
                 log.warning("the %s port on %s is open to all who reach it; set %s, or keep it on a closed network", port, where, setting)
 
 
@@ -92,14 +92,6 @@ def new_keys(path: str) -> str:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{one_line(path, MOST_CAUSE)} cannot be made ({cause(error)}); give a file that is not there yet") from error
     return public.decode()
-
-
-def loopback(host: str) -> bool:
-    """Whether an address is of this host only; a name other than localhost is not taken to be."""
-    try:
-        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _keys(security: Security) -> CurveKeys | None:

@@ -43,9 +43,9 @@ class Address:
 
     @property
     def loopback(self) -> bool:
-        """Whether this is an address that leads to the same host everywhere. Of a name it is not known."""
+        """Whether this leads to the same host everywhere: an address, or localhost. Of another name it is not known."""
         if not self.ipv6 and not self.host.replace(".", "").isdigit():
-            return False
+            return self.host == "localhost"
         return ipaddress.ip_address(self.host).is_loopback
 
     @property

@@ -9,12 +9,9 @@ from typing import Annotated
 
 import typer
 
-from kvcore.access import Guard
 from kvcore.addresses import parse
 from kvcore.cli_options import Timeout
-from kvcore.config import Security
 from kvcore.errors import cause, one_line
-from kvcore.room import room_id
 from kvcore.sides import ToolError
 
 MOST_BYTES = 4 * 1024 * 1024
@@ -29,6 +26,10 @@ def explain(
     timeout: Timeout = 10.0,
 ) -> None:
     """Show what happened to a room: there, and at the instances on the other side, which that one asks."""
+    from kvcore.access import Guard
+    from kvcore.config import Security
+    from kvcore.room import room_id
+
     name, where = room_id(room, attempt), parse(address, "--address")
     guard = Guard.of(Security(token_file=token_file, tls_ca=tls_ca))
     scheme = "http" if guard.asking is None else "https"

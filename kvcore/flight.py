@@ -42,26 +42,40 @@ class Entry(NamedTuple):
 
 
 class FlightRecord:
-    """A bounded ring of entries. ``clock`` counts seconds and never goes back."""
+    """A bounded ring of entries, that finds those of a room at once. Not thread-safe: the table's lock guards it.
+
+    ``clock`` counts seconds and never goes back.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._ring: deque[Entry] = deque(maxlen=MOST_ENTRIES)
+        self._ring: deque[Entry] = deque()
+        self._rooms: dict[tuple[Side, RoomId], list[Entry]] = {}
 
     def __len__(self) -> int:
         return len(self._ring)
 
     def note(self, side: Side, room: RoomId, what: str | ev.Event | ev.Effect) -> Entry:
-        """Add an entry. Costs well below a microsecond; what holds page lists or records is kept as the few words it is shown as."""
+        """Add an entry. Costs about a microsecond; what holds page lists or records is kept as the few words it is shown as."""
         if type(what) in _HEAVY:
             what = _lightened(what)
         entry = Entry(self._clock(), side, room, what)
         self._ring.append(entry)
+        self._rooms.setdefault((side, room), []).append(entry)
+        if len(self._ring) > MOST_ENTRIES:
+            self._drop_oldest()
         return entry
+
+    def _drop_oldest(self) -> None:
+        oldest = self._ring.popleft()
+        entries = self._rooms[oldest.side, oldest.room]
+        del entries[0]
+        if not entries:
+            del self._rooms[oldest.side, oldest.room]
 
     def of(self, side: Side, room: RoomId) -> list[Entry]:
         """What the ring still has of a room, in order."""
-        return [entry for entry in self._ring.copy() if entry.room == room and entry.side == side]
+        return list(self._rooms.get((side, room), ()))
 
     def lines(self, entries: Iterable[Entry]) -> list[str]:
         """One line for each entry: UTC, seconds since the first, what happened."""

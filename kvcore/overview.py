@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,8 +23,9 @@ from kvcore.states import KVPoll
 from kvcore.stats import ManagerStats
 from kvcore.stories import Stories
 
-QUARANTINE_SHARE = 0.5
-"""An instance of whose pages more than this share wait for proof is not well."""
+QUARANTINE_SHARE, QUARANTINE_S = 0.5, 10.0
+"""An instance of whose pages more than this share wait for proof for so long, as far as it was looked at, is not well. A peer that dies may
+leave as much behind for a moment."""
 ROOM_STORES = (
     "rooms", "tickets", "last_words", "marks", "waiting_joins", "drain_records", "unrouted_aborts", "slots", "timers", "watchers",
     "searches", "ledger_tickets", "pending_clears", "backend_rooms",
@@ -48,6 +50,7 @@ class Overview:
     collected: Sequence[Room]
     service: BootstrapService | None = None
     closing: bool = False
+    _full_since: float | None = None
 
     def stats(self) -> ManagerStats:
         """What this manager holds now."""
@@ -103,14 +106,22 @@ class Overview:
         """Which ranks of its group the bootstrap service here misses; "" if none, or without one."""
         return self.service.why_not_ready() if self.service is not None else ""
 
+    def _quarantine(self) -> str:
+        pages, held, now = sum(pool.num_pages for pool in self.pools), self.quarantined_pages, time.monotonic()
+        if held <= QUARANTINE_SHARE * pages:
+            self._full_since = None
+            return ""
+        self._full_since = self._full_since or now
+        if now - self._full_since < QUARANTINE_S:
+            return ""
+        return f"{held} of {pages} pages wait for proof that no engine touches them; see the log for the peers"
+
     def troubles(self) -> list[str]:
         """Why this instance cannot serve rooms as it should, a line each; empty while it is well."""
         found = [pulse.trouble for pulse in (self.channel.pulse, self.ledger.pulse, self.slow.pulse)]
         if not self.ledger.workers.healthy:
             found.append("too many workers are stuck in the backend's transfer; see the log for the peers")
-        pages, held = sum(pool.num_pages for pool in self.pools), self.quarantined_pages
-        if held > QUARANTINE_SHARE * pages:
-            found.append(f"{held} of {pages} pages wait for proof that no engine touches them; see the log for the peers")
+        found.append(self._quarantine())
         if self.closing:
             found.append("it is closing")
         return [text for text in found if text]

@@ -160,8 +160,7 @@ class Peers:
             return self._write(route, letter.source, Ping() if self._greets(route) else Stranger())
         self._hear(peer, route)
         if isinstance(body, wire.Explain):
-            answer = self._home.stories.answer(body)
-            return self._write(route, letter.source, answer) if answer is not None else None
+            return self._write(route, letter.source, self._home.stories.answer(body))
         if isinstance(body, wire.Story):
             return self._home.stories.told(letter.source, body)
         if isinstance(body, RoomMessage) and not (peer.side == addressee(body) and self._home.got(peer.side, body, peer.party(body.room))):

@@ -118,11 +118,15 @@ class RoomTable:
             after, effects = _STEP[side](before, event)
             if after is before and not effects:
                 return
-            self.flight.note(side, room, event)
+            known = not (before.empty and after.empty)  # what strangers send of rooms that are none is not worth remembering
+            if known:
+                self.flight.note(side, room, event)
             slot.state = after
             self._bring_up_to_date(side, room, slot, before.life, group)
             self._store(side, room, slot, before)
             for effect in effects:
+                if known:
+                    self.flight.note(side, room, effect)
                 self._carry_out(side, room, slot, effect)
             watchers = list(slot.watchers) if after is not before else []
         for watcher in watchers:
@@ -209,7 +213,6 @@ class RoomTable:
         self._outside.wake_by(now + delay)
 
     def _carry_out(self, side: Side, room: RoomId, slot: _Slot, effect: ev.Effect) -> None:
-        self.flight.note(side, room, effect)
         if isinstance(effect, ev.Send):
             self._outside.send(effect)
         elif isinstance(effect, ev.Start):
@@ -298,8 +301,8 @@ class RoomTable:
 
     def met(self, room: RoomId) -> set[str]:
         """The other instances that took part in a room, as far as is known."""
-        entries = [entry for side in _STEP for entry in self.flight.of(side, room)]
-        return {entry.peer for entry in entries} - {""}
+        with self.lock:
+            return {entry.peer for side in _STEP for entry in self.flight.of(side, room)} - {""}
 
     def watch(self, record: Room, watcher: Callable[[], None]) -> Callable[[], None]:
         """Have ``watcher`` called after every change of a lifetime's room; returns how to stop."""

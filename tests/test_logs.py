@@ -9,7 +9,7 @@ import pytest
 from kvcore.faults import ControlTap
 from kvcore.logs import LimitsLog, SparingLog
 from kvcore.protocol.messages import Abort
-from kvcore.states import FailureCode, KVPoll, Reason
+from kvcore.states import FailureCode, KVPoll, Reason, RoomKey
 from kvcore.wire import Letter
 from tests.helpers import duo, ended, wait_until
 
@@ -38,7 +38,7 @@ def test_a_burst_is_logged_and_then_one_line_a_while_that_counts_those_left_out(
 
 def test_a_line_is_one_line_whatever_it_holds(caplog: pytest.LogCaptureFixture) -> None:
     SparingLog(log).say(logging.ERROR, FORGED + "x" * 100_000)
-    LimitsLog(log).ended("decode", Reason.of(FailureCode.TIMEOUT, FORGED, "decode"))
+    LimitsLog(log).ended(RoomKey("decode", 7, 0, 1), Reason.of(FailureCode.TIMEOUT, FORGED, "decode"))
     assert len(caplog.messages) == 2
     assert all("\n" not in line and "\x1b" not in line and len(line) < 5000 for line in caplog.messages)
 

@@ -611,6 +611,7 @@ UNWELL = {
 def test_health_is_503_while_rooms_cannot_be_served(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     fake, source, target = install(monkeypatch, BlockingBackend), memory(8, seed=3), memory(8)
     monkeypatch.setattr("kvcore.ledger.STUCK_PER_WORKER", 1)
+    monkeypatch.setattr("kvcore.overview.QUARANTINE_S", 0.1)
     full, lasts = why == "quarantine is full", why in ("closing", "its control thread has ended")
     stuck = full or why == "its workers are stuck"
     limits = {"ticket_s": 0.3 if stuck else 9.0, "drain_s": SOON_S if why == "closing" else 0.2}

@@ -87,6 +87,8 @@ MOST_PARTS = 16
 BOUNDED = {
     f"{TABLE}._timers._queues": 32,  # one for each delay: limits, and steps of repetition
     f"{TABLE}.flight._ring": 32_768,
+    f"{TABLE}.flight._rooms": 32_768,
+    f"{TABLE}.flight._rooms[]": 32_768,
     f"{TABLE}.flight._ring[][].parties": 32_768,
     f"{CORE}._metrics._counts": 40,  # by code and port
     f"{CORE}._metrics._sums": 4,  # by side

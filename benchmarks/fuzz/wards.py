@@ -82,8 +82,19 @@ class Figures(NamedTuple):
     """Log lines that tell of an exception that nobody expected."""
 
 
-QUEUES = {"control_calls", "slow_calls", "http_calls", "orders", "events", "collected", "workers", "records", "bootstrap_rooms"}
-"""Stores of what is just being done; and the rooms that were announced at a bootstrap service, which it keeps for a while by design."""
+QUEUES = {
+    "flight_record",
+    "control_calls",
+    "slow_calls",
+    "http_calls",
+    "orders",
+    "events",
+    "collected",
+    "workers",
+    "records",
+    "bootstrap_rooms",
+}
+"""Stores of what was or is just being done; and the rooms that were announced at a bootstrap service, which it keeps for a while by design."""
 
 
 def figures(ward: Child) -> Figures:

@@ -74,8 +74,8 @@ def flood(backend: str, kinds: list[str], messages: int, most_mib: int) -> None:
         pair.transfer(PAGES, PAGES)
 
 
-QUEUES = {"control_calls", "slow_calls", "http_calls", "orders", "events", "collected", "workers"}
-"""Stores of what is just being done."""
+QUEUES = {"flight_record", "control_calls", "slow_calls", "http_calls", "orders", "events", "collected", "workers"}
+"""Stores of what was or is just being done."""
 
 
 def lasting(owner: KVManager) -> dict[str, int]:

@@ -110,7 +110,7 @@ ROOMS = (
         script.a_clear_is_told,
         "C3",
         ("rooms", "            self._outside.send(effect)\n        elif", "            if slot.room is None or slot.room.status is not KVPoll.FAILED:\n                self._outside.send(effect)\n        elif"),
-        ("rooms", "        for send in sends:\n            self._outside.send(send)\n", "        for send in sends if slot.room is not None else ():\n            self._outside.send(send)\n"),
+        ("rooms", "        for send in sends:\n            self.flight", "        for send in sends if slot.room is not None else ():\n            self.flight"),
     ),
     _mutant(
         "a clear that leaves the handle without an end",
@@ -171,7 +171,7 @@ ROOMS = (
         "a resend that says nothing",
         script.letters_are_lost,
         "P6",
-        ("rooms", "        for send in sends:\n            self._outside.send(send)\n", ""),
+        ("rooms", "            self.flight.note(side, room, send)\n            self._outside.send(send)\n", "            self.flight.note(side, room, send)\n"),
     ),
     _mutant(
         "a lost peer that only its newest room hears of",
