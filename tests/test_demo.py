@@ -378,6 +378,7 @@ def test_a_page_zeroed_on_the_way_is_seen_in_the_tokens() -> None:
     assert "a page was zeroed on the way" in last
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_smollm2_is_converted_once_and_its_tokens_are_equal(tmp_path: Path) -> None:
     """The main job as ``make demo`` runs it, from the weights as they are shipped."""

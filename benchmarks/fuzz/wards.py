@@ -83,18 +83,9 @@ class Figures(NamedTuple):
 
 
 QUEUES = {
-    "flight_record",
-    "control_calls",
-    "slow_calls",
-    "http_calls",
-    "orders",
-    "events",
-    "collected",
-    "workers",
-    "records",
-    "bootstrap_rooms",
-}
-"""Stores of what was or is just being done; and the rooms that were announced at a bootstrap service, which it keeps for a while by design."""
+    "control_calls", "slow_calls", "http_calls", "orders", "events", "collected", "workers", "records", "flight_record", "bootstrap_rooms",
+}  # fmt: skip
+"""Stores of what is just being done, or was; and the rooms that were announced at a bootstrap service, which it keeps for a while."""
 
 
 def figures(ward: Child) -> Figures:

@@ -88,8 +88,8 @@ IN_FULL = {
 }  # fmt: skip
 """Those that the profile ``full`` alone sees, with the test that does."""
 
-ALWAYS = ("zoo-touchy", "zoo-quitter")
-"""Those of every test run; the others are slow in sum."""
+ALWAYS = ("zoo-quitter",)
+"""That of every test run; the others are slow in sum."""
 
 
 def backends() -> set[str]:
