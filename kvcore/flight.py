@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
-from kvcore.errors import one_line
+from kvcore.errors import MOST_TEXT, one_line
 from kvcore.protocol import events as ev
 from kvcore.protocol.messages import AnyRoomMessage, Destination, Status
 from kvcore.states import RoomId, Side
@@ -28,7 +28,8 @@ class Entry(NamedTuple):
     @property
     def text(self) -> str:
         """In words, one line."""
-        return one_line(self.what if isinstance(self.what, str) else _WORDS[type(self.what)](self.what))
+        text = self.what if isinstance(self.what, str) else _WORDS[type(self.what)](self.what)
+        return text if text.isprintable() and len(text) <= MOST_TEXT else one_line(text)
 
     @property
     def peer(self) -> str:

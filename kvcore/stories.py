@@ -13,7 +13,7 @@ from kvcore.errors import one_line
 from kvcore.states import RoomId
 from kvcore.wire import MAX_STORY, Explain, Story
 
-ANSWERS_PER_S = 500
+ANSWERS_PER_S = 100
 """Questions of others that are answered with a story; further ones only with word of this."""
 
 

@@ -245,7 +245,8 @@ class Striker:
         pair = self._pair
         for side, handle, manager in (("prefill", use.sender, pair.prefill), ("decode", use.receiver, pair.decode)):
             manager.status(use.room, use.attempt)
-            assert str(use.room) in manager.explain(use.room, use.attempt, wait_s=0)
+            if slot.number % 16 == 0:  # writes dozens of lines
+                assert str(use.room) in manager.explain(use.room, use.attempt, wait_s=0)
             self._touch(slot, side, "look")
             if handle is not None:
                 state = self._state(handle)
