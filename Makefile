@@ -19,7 +19,7 @@ SHIMS := build/shims
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Most tests wait most of the time, so more run at once than there are cores; those of one file run one by one.
-JOBS ?= 3
+JOBS ?= 4
 PYTEST = $(BIN)/python -m pytest --timeout 120 -n $(JOBS) --dist loadfile
 PYTEST_SLOW = $(BIN)/python -m pytest --timeout 1800
 OWN := kvcore floors/kvcore_floors conformance/kvcore_conformance $(wildcard plugins/*/kvcore_*)
@@ -48,6 +48,8 @@ test: lint
 # their parameters; over TCP writes of nixl are really in flight. What is left out here is in slow-engines. With -j2, after
 # install-engines, two run at a time.
 CONCURRENCY := tests/test_concurrency.py
+
+$(ENGINE_RUNS): JOBS = 3
 
 install-engines: $(PLUGIN_STAMPS) $(STAMP_SHIMS)
 

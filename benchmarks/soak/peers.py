@@ -135,7 +135,9 @@ class Peer:
     def held(self) -> Held:
         """What it holds now."""
         footprint = Footprint.of(self.child.pid)
-        return Held(*footprint[:2], _sockets(self.child.pid), footprint.resident, sum(self.child.work("stats")["stores"].values()))
+        stores = self.child.work("stats")["stores"]
+        kept = sum(size for name, size in stores.items() if name != "flight_record")  # a ring, which fills up
+        return Held(*footprint[:2], _sockets(self.child.pid), footprint.resident, kept)
 
 
 def _sockets(pid: int) -> int:

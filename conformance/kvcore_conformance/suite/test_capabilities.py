@@ -243,6 +243,7 @@ def test_t7_abort_and_clear_of_a_room_end_no_other_ones_tickets(bare: Bare) -> N
 
 @rule("B4")
 def test_b4_the_backend_holds_nothing_of_a_room_that_was_cleared(bare: Bare) -> None:
+    until(lambda: bare.prefill.held() == [], f"nothing is held of rooms cleared before: {bare.prefill.held()}")
     rooms = [number() for _ in range(3)]
     for room in rooms:
         bare.prefill.post(f"one of {room}", room, bare.to, {"aux": ([1], [2])})
