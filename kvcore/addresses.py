@@ -46,7 +46,9 @@ class Address:
         """Whether this leads to the same host everywhere: an address, or localhost. Of another name it is not known."""
         if not self.ipv6 and not self.host.replace(".", "").isdigit():
             return self.host == "localhost"
-        return ipaddress.ip_address(self.host).is_loopback
+        found = ipaddress.ip_address(self.host)
+        mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+        return (mapped or found).is_loopback
 
     @property
     def zmq(self) -> str:

@@ -186,9 +186,9 @@ class Channel:
         """Connections to the control port that were refused for their curve key."""
         return self._door.refused if self._door is not None else 0
 
-    def why_refused(self) -> str:
-        """What the latest of them showed; "" if there was none."""
-        latest = self._door.latest if self._door is not None else ""
+    def why_refused(self, since: float) -> str:
+        """What the latest of them showed; "" if there was none since then."""
+        latest = self._door.latest if self._door is not None and self._door.latest_at >= since else ""
         return f"the control port refused {self.refused} connections, the latest: {latest}" if latest else ""
 
     # --- on the control thread only

@@ -62,8 +62,8 @@ class Core:
         self.pools: Mapping[str, Pool] = by_name(pools)
         self.rank = config.topology.place.number
         self.instance = instance_id(config.role)
-        self._closed = False
-        self._close_lock = threading.Lock()
+        self._closed = self._in_close = False
+        self._close_lock = threading.RLock()
         self._changed = threading.Event()
         self._collected: list[Room] = []
         self._prune_at = 0.0
@@ -151,6 +151,11 @@ class Core:
         name = room_id(room, attempt)
         return "".join(self.table.explain(side, name) for side in SIDES if self.config.role in (side, "both"))
 
+    @property
+    def closed(self) -> bool:
+        """Whether there is nobody left to ask."""
+        return self._closed
+
     def met(self, room: RoomId) -> set[str]:
         """The other instances that took part in a room."""
         return self.table.met(room) - {self.instance}
@@ -196,7 +201,7 @@ class Core:
     def why_not_reached(self, room: Room) -> str:
         """What a time-out's reason should add: why the other side was not reached."""
         address = room.group.address
-        return self.routes.why(address) if address else self.overview.why_not_ready() or self.channel.why_refused()
+        return self.routes.why(address) if address else self.overview.why_not_ready() or self.channel.why_refused(room.opened)
 
     def cancel(self, key: RoomKey) -> None:
         """Cancel a lifetime's tickets."""
@@ -315,20 +320,28 @@ class Core:
     def close(self, drain_s: float) -> None:
         """Take no new rooms, let transfers end for ``drain_s``, abort the rest, tell the peers, stop everything. Idempotent."""
         with self._close_lock:
-            if self._closed:
-                return
-            self.overview.closing = True
-            if KVPoll.TRANSFERRING in self._statuses():
-                log.info("closing: rooms in transfer have up to drain_s (%g s) to end", drain_s)
-            self._wait_until(lambda: KVPoll.TRANSFERRING not in self._statuses(), drain_s)
-            for side, room, _, record in self.table.states():
-                if record is not None and not record.status.terminal:
-                    reason = Reason.of(FailureCode.SHUTDOWN, f"{self.instance} is shutting down", side, self.rank)
-                    self.table.apply(side, room, ev.Fail(record.key.generation, reason))
-            self._wait_until(lambda: not self._has_last_words(), min(LAST_WORDS_S, drain_s))
-            self.channel.call(self._peers.farewell)
-            self._stop_all()
-            self._closed = True
+            if self._in_close:  # on this very thread: a signal handler, or a hook
+                return log.warning("%s is being closed; this call from within leaves it to that", self.instance)
+            self._in_close = True
+            try:
+                if not self._closed:
+                    self._close(drain_s)
+            finally:
+                self._in_close = False
+
+    def _close(self, drain_s: float) -> None:
+        self.overview.closing = True
+        if KVPoll.TRANSFERRING in self._statuses():
+            log.info("closing: rooms in transfer have up to drain_s (%g s) to end", drain_s)
+        self._wait_until(lambda: KVPoll.TRANSFERRING not in self._statuses(), drain_s)
+        for side, room, _, record in self.table.states():
+            if record is not None and not record.status.terminal:
+                reason = Reason.of(FailureCode.SHUTDOWN, f"{self.instance} is shutting down", side, self.rank)
+                self.table.apply(side, room, ev.Fail(record.key.generation, reason))
+        self._wait_until(lambda: not self._has_last_words(), min(LAST_WORDS_S, drain_s))
+        self.channel.call(self._peers.farewell)
+        self._stop_all()
+        self._closed = True
 
     def _statuses(self) -> set[KVPoll]:
         return {record.status for _, _, _, record in self.table.states() if record is not None}

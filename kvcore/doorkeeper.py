@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import zmq
 from zmq.utils import z85
@@ -31,7 +32,8 @@ class Doorkeeper:
         self.refused = 0
         """Connections that were not let in."""
         self.latest = ""
-        """What the latest of them showed."""
+        """What the latest of them showed, and when."""
+        self.latest_at = 0.0
         self._asked = self._own(zmq.REP)
         self._asked.bind(ZAP)
         self._failed: Socket
@@ -101,7 +103,7 @@ class Doorkeeper:
             self._refuse(f"curve key {key} from {address.decode('ascii', 'replace')}, which is not in security.curve_peers", key)
 
     def _refuse(self, what: str, key: str = "") -> None:
-        self.refused, self.latest = self.refused + 1, what
+        self.refused, self.latest, self.latest_at = self.refused + 1, what, time.monotonic()
         if self._once.first(key or what):
             log.warning("the control port refused %s; said once, and counted as kvcore_refused_peers_total", what)
 

@@ -35,17 +35,28 @@ def explain(
     scheme = "http" if guard.asking is None else "https"
     request = urllib.request.Request(f"{scheme}://{where}/rooms/{name.number}?attempt={name.attempt}")
     if guard.token:
-        request.add_header("Authorization", f"Bearer {guard.token}")
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=guard.asking))
+        request.add_unredirected_header("Authorization", f"Bearer {guard.token}")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=guard.asking), _NoRedirect())
     try:
         with opener.open(request, timeout=timeout) as answer:
             text = answer.read(MOST_BYTES).decode(errors="replace")
     except urllib.error.HTTPError as error:
         with error:
             told = one_line(error.read(MOST_BYTES).decode(errors="replace"))
+        if error.code == 401:
+            raise ToolError(f"{where} wants its security.token; give it with --token-file") from error
         raise ToolError(f"{where} answered {error.code}: {told}; pass an instance's admin port, as set by Config.admin") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         why = getattr(reason, "strerror", None) or cause(reason)
-        raise ToolError(f"{where} gave no answer ({why}); pass an instance's admin port, as set by Config.admin") from error
-    typer.echo(text, nl=False)
+        tls = "if it speaks TLS, give --tls-ca; else " if guard.asking is None else "if it does not speak TLS, leave out --tls-ca; else "
+        raise ToolError(f"{where} gave no answer ({why}); {tls}pass an instance's admin port, as set by Config.admin") from error
+    for line in text.splitlines():
+        typer.echo(("  " if line.startswith(" ") else "") + one_line(line))
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Nobody is followed elsewhere, least of all with a token."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None

@@ -8,11 +8,17 @@ from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
-from kvcore.errors import MOST_TEXT, one_line
-from kvcore.protocol import events as ev
-from kvcore.protocol.messages import AnyRoomMessage, Destination, Status
-from kvcore.states import RoomId, Side
+import msgspec
 
+from kvcore.errors import MOST_TEXT, one_line
+from kvcore.protocol import events as ev, receiver_state, sender_state
+from kvcore.protocol.messages import AnyRoomMessage, Status
+from kvcore.states import Reason, RoomId, Side
+
+MOST_TOLD = 512
+"""Of one room: the newest. A room of thousands of chunks has more."""
+MOST_REASON = 400
+"""Characters of a reason in an entry."""
 MOST_ENTRIES = 32_768
 """Entries of one manager; of more the oldest goes. A room takes about twenty."""
 
@@ -58,7 +64,9 @@ class FlightRecord:
 
     def note(self, side: Side, room: RoomId, what: str | ev.Event | ev.Effect) -> Entry:
         """Add an entry. Costs about a microsecond; what holds page lists or records is kept as the few words it is shown as."""
-        if type(what) in _HEAVY:
+        if isinstance(what, str):
+            what = what[: 2 * MOST_REASON]
+        elif type(what) in _HEAVY:
             what = _lightened(what)
         entry = Entry(self._clock(), side, room, what)
         self._ring.append(entry)
@@ -75,8 +83,8 @@ class FlightRecord:
             del self._rooms[oldest.side, oldest.room]
 
     def of(self, side: Side, room: RoomId) -> list[Entry]:
-        """What the ring still has of a room, in order."""
-        return list(self._rooms.get((side, room), ()))
+        """What the ring still has of a room, the newest ``MOST_TOLD``, in order."""
+        return self._rooms.get((side, room), [])[-MOST_TOLD:]
 
     def lines(self, entries: Iterable[Entry]) -> list[str]:
         """One line for each entry: UTC, seconds since the first, what happened."""
@@ -88,20 +96,42 @@ class FlightRecord:
         ]
 
 
+def kept(state: sender_state.Sender | receiver_state.Receiver) -> list[str]:
+    """What is kept of a room beyond its lifetime, a line each (C1)."""
+    if isinstance(state, receiver_state.Receiver):
+        drains = [
+            f"{drain.pages} pages until {drain.party.instance} says that it left them" if drain.published
+            else f"a failure that {drain.party.instance} has not heard of" for drain in state.drains
+        ]  # fmt: skip
+        return drains + [f"a failure of generation {item.rg}, whose sender ranks are not known" for item in state.unrouted]
+    flights = [
+        f"tickets to {flight.pair.peer}: {len(flight.running)} run, {len(flight.stuck)} may still touch their pages"
+        for flight in state.flights
+    ]
+    words = [f"{word.state.name}, which {word.pair.peer} has not acknowledged" for word in state.words]
+    marks = [f"the end of generation {mark.generation}, of which {mark.size - len(mark.met)} ranks have not heard" for mark in state.marks]
+    return flights + words + marks + [f"a join of {party.instance}, for which nobody has opened the room" for party, _ in state.waiting]
+
+
 _HEAVY = frozenset((ev.Got, ev.Send, ev.Hand, ev.Receive))
 
 
 def _lightened(what: Any) -> Any:
     """The same without page lists and records, which would be kept alive by it."""
-    if isinstance(what, ev.Got | ev.Send) and isinstance(what.message, Destination | Status):
-        slim = _slim(what.message)
-        return ev.Send(what.to, slim) if isinstance(what, ev.Send) else ev.Got(slim, what.source)
-    return _WORDS[type(what)](what) if isinstance(what, ev.Hand | ev.Receive) else what
+    if isinstance(what, ev.Hand | ev.Receive):
+        return _WORDS[type(what)](what)
+    slim = _slim(what.message)
+    if slim is what.message:
+        return what
+    return ev.Send(what.to, slim) if isinstance(what, ev.Send) else ev.Got(slim, what.source)
 
 
-def _slim(message: Destination | Status) -> Destination | Status:
-    names = message.room, message.attempt, message.rg, message.sg
-    return Destination(*names) if isinstance(message, Destination) else Status(*names, message.state, message.reason)
+def _slim(message: AnyRoomMessage) -> AnyRoomMessage:
+    changes: dict[str, Any] = {name: type(value)() for name in ("pages", "layers", "record") if (value := getattr(message, name, None))}
+    reason: Reason | None = getattr(message, "reason", None)
+    if reason is not None and len(reason.text) > MOST_REASON:
+        changes["reason"] = Reason.of(reason.code, reason.text[:MOST_REASON], reason.side, reason.rank)
+    return msgspec.structs.replace(message, **changes) if changes else message
 
 
 def _message(message: AnyRoomMessage) -> str:
@@ -111,7 +141,7 @@ def _message(message: AnyRoomMessage) -> str:
 
 
 def _handed(event: ev.Hand) -> str:
-    pages = ", ".join(f"{most} pages of {pool!r}" for pool, _, most in event.pages) or "no pages"
+    pages = ", ".join(f"{most} pages of {pool!r} so far" for pool, _, most in event.pages) or "no pages"
     return f"a chunk was handed over: {pages}" + (", the last" if event.last else "")
 
 
@@ -136,7 +166,9 @@ _WORDS: dict[type, Callable[[Any], str]] = {
     ev.Ended: _ended,
     ev.Lost: lambda event: f"peer {event.instance} was lost",
     ev.Fenced: lambda event: f"peer {event.instance} touches no pages here any more",
-    ev.Timeout: lambda event: f"{event.timer.limit} ran out for {' '.join(map(str, event.timer.subject))}",
+    ev.Timeout: lambda event: (
+        f"{event.timer.limit} ran out" + ("" if event.timer.subject[0] == "state" else f" ({event.timer.subject[0]})")
+    ),
     ev.Send: lambda effect: f"sent {_message(effect.message)} to {effect.to}",
     ev.Start: lambda effect: f"ticket of chunk {effect.chunk} to {effect.pair.peer} started",
     ev.Cancel: lambda effect: "its tickets are cancelled",

@@ -82,7 +82,8 @@ async def start_server(
             count, now = on_bad(), time.monotonic()
             if now >= quiet_until:
                 quiet_until = now + LOG_EVERY_S
-                log.warning("%s: request from %s refused with %d; %d so far", setting, request.remote, response.status, count)
+                where = one_line(f"{request.method} {request.path}", MOST_CAUSE)
+                log.warning("%s: %s from %s refused with %d; %d so far", setting, where, request.remote, response.status, count)
 
     if guard.token:
         app.middlewares.insert(0, _bearing(guard.token))
@@ -181,9 +182,7 @@ class Client:
             except asyncio.TimeoutError as error:
                 raise ConnectionError(f"no answer in time ({CONNECT_S:g} s to connect, {REQUEST_S:g} s in all)") from error
             except aiohttp.ClientConnectorCertificateError as error:
-                raise ConnectionError(
-                    f"its certificate is not trusted ({_mistrust(error.certificate_error)}); see security.tls_ca"
-                ) from error
+                raise ConnectionError(_mistrust(error.certificate_error)) from error
             except aiohttp.ClientConnectorSSLError as error:
                 raise ConnectionError(f"it does not speak TLS ({_reason(error)}); set security.tls_cert and tls_key there") from error
             except (aiohttp.ServerDisconnectedError, ConnectionResetError) as error:

@@ -29,7 +29,8 @@ def placed(host: str, bind: str) -> dict[str, str]:
         "bind": _place(bind, "bind", here=True) if bind else "",
     }
     if Address(found["host"], 0).loopback and bind and not Address(found["bind"], 0).loopback:
-        log.warning("host: peers are given %s, which leads them nowhere from other hosts, but %s is listened on; set host", host, bind)
+        text = "host: peers are given %s, which leads them nowhere from other hosts, but %s is listened on; set host"
+        log.warning(text, found["host"], found["bind"])
     return found
 
 

@@ -145,15 +145,15 @@ class Ledger:
         while not self._stopping:
             self.pulse.began()
             try:
-                busy = self.turn()
+                busy, failed = self.turn(), False
             except BaseException:
                 self._failures.note("turn", "the progress thread goes on after an error")
-                busy, idle_since = False, -math.inf  # what is broken for good must not keep it busy
+                busy, failed, idle_since = False, True, -math.inf  # what is broken for good must not keep it busy
             now = self._clock()
             idle_since = now if busy else idle_since
-            self._rest(now - idle_since)
+            self._rest(now - idle_since, failed)
 
-    def _rest(self, quiet_s: float) -> None:
+    def _rest(self, quiet_s: float, failed: bool) -> None:
         """Spin briefly, then sleep ever longer while tickets run; without any, until something comes."""
         pause: float | None = 0.0
         if self._at_rest():
@@ -162,7 +162,8 @@ class Ledger:
             pause = LONGEST_WAIT_S if held is None else None
         elif quiet_s > SPIN_S:
             pause = min(max(quiet_s / 32, SHORTEST_WAIT_S), LONGEST_WAIT_S if self._flowing else LONGEST_LISTEN_S)
-        self.pulse.rests()
+        if not failed:
+            self.pulse.rests()
         if pause != 0.0:
             self._bell.wait(pause)
         self._bell.clear()

@@ -164,8 +164,8 @@ class KVManager:
 
     @property
     def troubles(self) -> list[str]:
-        """Why this instance cannot serve rooms as it should, a line each; empty while it is well: all its loops turn, not too many workers
-        of a blocking backend are stuck, not too many pages wait for proof, and it is not closing."""
+        """Why this instance cannot serve rooms as it should, a line each; empty while it is well: its threads turn, not too
+        many workers of a blocking backend are stuck, not too many pages wait for proof, and it is not closing."""
         return self._core.overview.troubles()
 
     @property

@@ -90,7 +90,7 @@ class Metrics:
     """Counters of one manager, safe to count from any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may count in the middle of counting
         self._counts: Counter[tuple[str, Labels]] = Counter()
         self._sums: dict[tuple[str, Labels], tuple[int, float]] = {}
 

@@ -14,11 +14,12 @@ class Pulse:
         self._since: float | None = None
 
     def began(self) -> None:
-        """A turn begins."""
-        self._since = time.monotonic()
+        """A turn begins, or goes on: one after another that never came to its end is the same standstill."""
+        if self._since is None:
+            self._since = time.monotonic()
 
     def rests(self) -> None:
-        """The loop waits for something to do."""
+        """A turn came to its end: the loop waits for something to do."""
         self._since = None
 
     @property

@@ -66,6 +66,11 @@ class Room:
     """Its states; the flight record has them too, but not for ever."""
 
     @property
+    def opened(self) -> float:
+        """When, on the monotonic clock."""
+        return self.history[0].at
+
+    @property
     def status(self) -> KVPoll:
         """The one status of this lifetime (S4)."""
         return self.life.state

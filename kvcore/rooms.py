@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from kvcore.flight import FlightRecord
+from kvcore.errors import RoomError
+from kvcore.flight import FlightRecord, kept
 from kvcore.logs import SparingLog
 from kvcore.metrics import Meter
 from kvcore.protocol import events as ev, receiver, receiver_state, sender, sender_state
@@ -81,6 +83,8 @@ class RoomTable:
         self._timers: Timers[tuple[Side, RoomId, ev.Timer | None]] = Timers()
         self._records: WeakValueDictionary[RoomKey, Room] = WeakValueDictionary()
         self._orphans = 0
+        self._stepping = False
+        self._events: deque[tuple[Side, RoomId, ev.Event, PrefillGroup]] = deque()
         self.flight = FlightRecord(clock)
         self._dropped = SparingLog(log, 1)
         self.receiving = self.arriving = 0
@@ -94,11 +98,13 @@ class RoomTable:
     # --- rooms
 
     def open(self, side: Side, room: RoomId, group: PrefillGroup = NOWHERE) -> Room | None:
-        """A new lifetime; None if a live one is stored (C6). A terminal one is replaced, as by ``clear``."""
+        """A new lifetime; None if a live one is stored (C6). A terminal one is replaced, as by ``clear``. ``RoomError`` within a step."""
         with self.lock:
             slot = self._slots.get((side, room))
             if slot is not None and slot.state.life is not None and not slot.state.life.state.terminal:
                 return None
+            if self._stepping:
+                raise RoomError(f"room {room} is opened by a finalizer or signal handler in the middle of another call; open it elsewhere")
             self.generation += 1
             self.apply(side, room, ev.Open(self.generation), group)
             life = self._slots[side, room].state.life
@@ -108,29 +114,44 @@ class RoomTable:
             return opened
 
     def apply(self, side: Side, room: RoomId, event: ev.Event, group: PrefillGroup = NOWHERE) -> None:
-        """Step a room's protocol with an event, and carry out what follows. The only place where states change (S2)."""
+        """Step a room's protocol with an event, and carry out what follows. The only place where states change (S2).
+
+        Called in the middle of a step, as a finalizer or a signal handler may, it leaves the event to be taken right after that step.
+        """
         with self.lock:
-            slot = self._slots.get((side, room)) or _Slot(self._fresh(side, room))
-            if isinstance(event, ev.Got) and isinstance(event.message, Join) and slot.state.empty and self._orphans >= MAX_ORPHANS:
-                text = f"join of room {room} dropped: {MAX_ORPHANS} rooms that nobody opened here wait already; it joins again"
-                return self._dropped.say(logging.WARNING, text)
-            before = slot.state
-            after, effects = _STEP[side](before, event)
-            if after is before and not effects:
+            self._events.append((side, room, event, group))
+            if self._stepping:
                 return
-            known = not (before.empty and after.empty)  # what strangers send of rooms that are none is not worth remembering
-            if known:
-                self.flight.note(side, room, event)
-            slot.state = after
-            self._bring_up_to_date(side, room, slot, before.life, group)
-            self._store(side, room, slot, before)
-            for effect in effects:
-                if known:
-                    self.flight.note(side, room, effect)
-                self._carry_out(side, room, slot, effect)
-            watchers = list(slot.watchers) if after is not before else []
+            self._stepping, watchers = True, list[Callable[[], None]]()
+            try:
+                while self._events:
+                    watchers += self._step(*self._events.popleft())
+            finally:
+                self._stepping = False
         for watcher in watchers:
             watcher()
+
+    def _step(self, side: Side, room: RoomId, event: ev.Event, group: PrefillGroup) -> list[Callable[[], None]]:
+        """Returns who watches a room that has changed."""
+        slot = self._slots.get((side, room)) or _Slot(self._fresh(side, room))
+        if isinstance(event, ev.Got) and isinstance(event.message, Join) and slot.state.empty and self._orphans >= MAX_ORPHANS:
+            self._dropped.say(logging.WARNING, f"join of room {room} dropped: {MAX_ORPHANS} unknown rooms wait already; it joins again")
+            return []
+        before = slot.state
+        after, effects = _STEP[side](before, event)
+        if after is before and not effects:
+            return []
+        known = not (before.empty and after.empty)  # what strangers send of rooms that are none is not worth remembering
+        if known:
+            self.flight.note(side, room, event)
+        slot.state = after
+        self._bring_up_to_date(side, room, slot, before.life, group)
+        self._store(side, room, slot, before)
+        for effect in effects:
+            if known:
+                self.flight.note(side, room, effect)
+            self._carry_out(side, room, slot, effect)
+        return list(slot.watchers) if after is not before else []
 
     def clear(self, record: Room) -> None:
         """Drop one lifetime; a live one is aborted first (C3), so that its record shows how it ended."""
@@ -296,8 +317,8 @@ class RoomTable:
             slot = self._slots.get((side, room))
             history = slot.room.history if slot is not None and slot.room is not None else []
             entries = {id(entry): entry for entry in (*history, *self.flight.of(side, room))}
-        kept = [f"  kept: {item}" for item in _kept(slot.state)] if slot is not None else ["  nothing is stored"]
-        return "\n".join([f"room {room} ({side})", *self.flight.lines(entries.values()), *kept]) + "\n"
+        left = [f"  kept: {text}" for text in kept(slot.state)] if slot is not None else ["  nothing is stored"]
+        return "\n".join([f"room {room} ({side})", *self.flight.lines(entries.values()), *left]) + "\n"
 
     def met(self, room: RoomId) -> set[str]:
         """The other instances that took part in a room, as far as is known."""
@@ -377,11 +398,3 @@ def _arrives(state: State) -> bool:
     if not isinstance(state, receiver_state.Receiver):
         return False
     return bool(state.drains) or (state.life is not None and state.life.state is KVPoll.TRANSFERRING)
-
-
-def _kept(state: State) -> tuple[object, ...]:
-    """What outlives the lifetime, without the records, which are not for everybody."""
-    if isinstance(state, sender_state.Sender):
-        words = (replace(word, record=b"") for word in state.words)
-        return (*state.flights, *words, *state.marks, *state.waiting)
-    return (*state.drains, *state.unrouted)

@@ -13,19 +13,21 @@ from kvcore.errors import one_line
 from kvcore.states import RoomId
 from kvcore.wire import MAX_STORY, Explain, Story
 
-ANSWERS_PER_S = 100
+ANSWERS_PER_S = 20
 """Questions of others that are answered with a story; further ones only with word of this."""
 
 
 NO_ANSWER = "did not answer in time; ask at its own admin port"
 BUSY = f"more than {ANSWERS_PER_S} questions came in a second; ask again"
 GONE = "not connected any more; ask at its own admin port"
-MAX_LINE = 2048
+MAX_LINE, MOST_LINES = 2048, 2000
 
 
 class Home(Protocol):
     """What stories need of the core. ``ask`` is called on the control thread, the others anywhere."""
 
+    @property
+    def closed(self) -> bool: ...
     def story(self, room: int, attempt: int) -> str: ...
     def met(self, room: RoomId) -> set[str]: ...
     def ask(self, instance: str, question: Explain) -> bool: ...
@@ -77,7 +79,7 @@ class Stories:
 
     def tell(self, room: RoomId, wait_s: float) -> str:
         """What is known of a room here and at the other instances, for whose answers it waits up to ``wait_s`` seconds; 0 asks nobody."""
-        if wait_s <= 0:
+        if wait_s <= 0 or self._home.closed:
             return self._home.story(room.number, room.attempt)
         with self.asking(room) as asked:
             wait((asked.complete,), wait_s)
@@ -106,10 +108,6 @@ class Stories:
         """A peer has answered."""
         asked = self._asked.get(story.question)
         if asked is not None and asked.answers.get(instance) == "":
-            asked.answers[instance] = "\n".join(map(_foreign, story.text.splitlines())) or NO_ANSWER
+            lines = [f"  {one_line(line, MAX_LINE)}" for line in story.text.splitlines()[:MOST_LINES] if line.strip()]
+            asked.answers[instance] = "\n".join(["", *lines]) if lines else NO_ANSWER
             asked.see()
-
-
-def _foreign(line: str) -> str:
-    """A line of another instance, fit to be shown."""
-    return ("  " if line.startswith(" ") else "") + one_line(line, MAX_LINE)

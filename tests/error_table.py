@@ -464,6 +464,16 @@ def failed(code: FailureCode) -> Case:
     return Case(f"failed room, {code.value}", act, KVTransferError, ("room 7/1", "why it failed", code.value, "decode rank 2"))
 
 
+def _open_within(both: KVManager) -> None:
+    """As a finalizer or a signal handler does that comes in the middle of a call."""
+    table = both._core.table
+    table._stepping = True
+    try:
+        both.sender(2**50)
+    finally:
+        table._stepping = False
+
+
 CASES = [
     Case("note of variables", odd_note, ConfigError, ("MINE_SET_BY_KVCORE", "'odd'", "unset it"), ValueError),
     Case("variable that can be none", lambda t: set_variables("mine", {"A=B": "x"}, logging.getLogger()), BackendOptionsError,
@@ -571,6 +581,7 @@ CASES = [
     Case("room that is live", open_twice, RoomError, ("room ", "prefill", "live")),
     Case("rank that does not exist", lambda t: t.pair.decode.receiver(1, "a:1", dp_rank=-1), RoomError, ("room 1", "dp_rank", "-1")),
     Case("side that is none", lambda t: t.both.rooms("left"), RoomError, ("'left'", "'prefill'")),  # type: ignore[arg-type]
+    Case("room opened within a step", lambda t: _open_within(t.both), RoomError, ("in the middle of another call",)),
     Case("explain that waits oddly", lambda t: t.both.explain(7, wait_s=-1), RoomError, ("wait_s is -1",)),
     Case("side not said", lambda t: t.both.rooms(), RoomError, ("both sides",)),
     Case("room that is no number", lambda t: t.pair.prefill.sender("7"), RoomError, ("room '7'", "0 .. 2**63-1")),  # type: ignore[arg-type]

@@ -128,7 +128,15 @@ def test_c78_wildcards_are_known_as_such(host: str, wildcard: bool) -> None:
 
 @pytest.mark.parametrize(
     ("host", "loopback"),
-    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("10.0.0.7", False), ("node", False)],
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("localhost", True),
+        ("::ffff:127.0.0.1", True),
+        ("10.0.0.7", False),
+        ("node", False),
+    ],
 )
 def test_c78_loopback_is_known_as_such(host: str, loopback: bool) -> None:
     assert Address(host, 80).loopback is loopback

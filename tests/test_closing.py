@@ -15,7 +15,7 @@ from kvcore_conformance.stage.noise import listening
 from kvcore import FailureCode, KVPoll, Receiver, Sender, core, hookimpl
 from kvcore.hookspecs import Event
 from tests.fake_backends import ExclusiveBackend, HangingBackend, MemoryBackend, install, running, start
-from tests.helpers import SOON_S, Duo, ended, full_stores, manager, memory, own_threads, stays, wait_until
+from tests.helpers import SOON_S, Duo, duo, ended, full_stores, manager, memory, own_threads, stays, wait_until
 
 STOP_S, ENGINE_S = 0.3, 0.5
 IN_TRANSFER = ("transfer", "poll", "abort")
@@ -174,3 +174,23 @@ def test_no_port_is_left_and_each_can_be_had_again() -> None:
 
 def listening_here() -> list[str]:
     return listening(os.getpid())
+
+
+def test_close_from_within_close_leaves_it_to_that_and_a_later_one_closes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a signal handler that interrupts it; and after it was interrupted for good."""
+    with duo(drain_s=0.5) as pair:
+        core, states = pair.prefill._core, pair.prefill._core._statuses
+
+        def within() -> set[KVPoll]:
+            monkeypatch.setattr(core, "_statuses", states)
+            pair.prefill.close()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(core, "_statuses", within)
+        with pytest.raises(KeyboardInterrupt):
+            pair.prefill.close()
+        assert "this call from within leaves it to that" in caplog.text and pair.prefill.control.sockets
+        pair.prefill.close()
+        assert pair.prefill.control.sockets == 0

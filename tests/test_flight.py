@@ -13,10 +13,10 @@ import pytest
 
 from kvcore import KVPoll, RoomError, Security
 from kvcore.faults import ControlTap
-from kvcore.flight import _WORDS, MOST_ENTRIES, FlightRecord
+from kvcore.flight import _WORDS, MOST_ENTRIES, MOST_TOLD, FlightRecord
 from kvcore.protocol import events as ev
-from kvcore.protocol.messages import Destination, PoolPages
-from kvcore.states import RoomId
+from kvcore.protocol.messages import Abort, Ack, Destination, Layers, PoolPages, Status
+from kvcore.states import FailureCode, Reason, RoomId
 from kvcore.stories import ANSWERS_PER_S, BUSY, GONE, NO_ANSWER, Stories
 from kvcore.wire import MAX_STORY, Explain, Story
 from tests.commands import kvcore, one_line
@@ -71,7 +71,7 @@ def test_it_keeps_the_newest_and_no_page_lists() -> None:
     for _ in range(MOST_ENTRIES + 5):
         record.note("prefill", RoomId(8), "more")
     assert len(record) == MOST_ENTRIES and record.of("prefill", ROOM) == []
-    assert len(record.of("prefill", RoomId(8))) == MOST_ENTRIES
+    assert len(record.of("prefill", RoomId(8))) == MOST_TOLD
 
 
 def test_every_event_and_effect_has_words() -> None:
@@ -116,7 +116,7 @@ def test_one_side_alone_is_told_without_asking(pair: Duo) -> None:
 def test_who_does_not_answer_is_named_and_not_waited_for(pair: Duo) -> None:
     room = moved(pair)
     with ControlTap(pair.decode) as tap:
-        tap.drop("explain")
+        tap.drop(lambda letter, _: isinstance(letter.body, Explain))
         began = time.monotonic()
         story = pair.prefill.explain(room.number, wait_s=0.2)
         assert f"{pair.decode.instance}: {NO_ANSWER}\n" in story and 0.2 <= time.monotonic() - began < 5
@@ -173,7 +173,7 @@ def test_only_who_was_asked_answers_and_only_once() -> None:
         stories.told("decode-2", Story(1, ""))
         assert asked.complete.done()
         stories.told("decode-2", Story(1, "late"))
-    assert asked.text().startswith("what is known\ndecode-1: first\n  ") and asked.text().endswith(f"decode-2: {NO_ANSWER}\n")
+    assert asked.text().startswith("what is known\ndecode-1: \n  first\n  ") and asked.text().endswith(f"decode-2: {NO_ANSWER}\n")
     assert not any(word in asked.text() for word in ("\x1b", "forged", "second", "late", "another"))
     stories.told("decode-2", Story(1, "after the end"))
     assert len(stories) == 0
@@ -198,7 +198,7 @@ def test_the_command_shows_both_sides() -> None:
         room = moved(Duo(prefill, decode, source, target).pair())
         done = kvcore("explain", str(room.number), "--address", prefill.admin_address)
     assert (done.returncode, done.stderr) == (0, "")
-    assert in_order(done.stdout, "(prefill)", "SUCCESS", f"{decode.instance}: ", "(decode)", "SUCCESS")
+    assert in_order(done.stdout, "(prefill)", "SUCCESS", f"{decode.instance}:", "(decode)", "SUCCESS")
 
 
 def test_the_command_shows_its_token_and_speaks_tls(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_the_command_shows_its_token_and_speaks_tls(tmp_path: Path) -> None:
         asked = ("explain", "7", "--address", prefill.admin_address, "--tls-ca", cert)
         done = kvcore(*asked, "--token-file", str(token))
         assert (done.returncode, done.stdout, done.stderr) == (0, "room 7 (prefill)\n  nothing is stored\n", "")
-        assert "answered 401" in kvcore(*asked).stderr
+        assert "give it with --token-file" in kvcore(*asked).stderr
         assert "gave no answer" in kvcore(*asked[:-2]).stderr
 
 
@@ -239,3 +239,31 @@ def test_log_records_name_room_and_peer_in_fields(caplog: pytest.LogCaptureFixtu
     assert [(one["room"], one["attempt"], one["side"], one["generation"]) for one in limits] == [(2**40, 3, "prefill", lonely.generation)]
     paired = [record.__dict__["peer"] for record in caplog.records if record.getMessage().startswith("paired with")]
     assert sorted(paired) == sorted([pair.prefill.instance, pair.decode.instance])
+
+
+def test_an_entry_keeps_no_lists_and_no_more_than_the_beginning_of_a_reason() -> None:
+    record, long = FlightRecord(), Reason.of(FailureCode.ABORTED, "x" * 1000, "decode")
+    status = Status(7, 0, 1, 2, KVPoll.FAILED, long, b"r" * 1000)
+    for message in (Layers(7, 0, 1, 2, 3, tuple(range(4096))), status, Abort(7, 0, 1, 2, long)):
+        record.note("prefill", ROOM, ev.Got(message, ev.Party("decode-1")))
+    record.note("prefill", ROOM, "FAILED: " + "y" * 5000)
+    assert all(len(repr(entry)) < 1200 for entry in record.of("prefill", ROOM))
+    for _ in range(2 * MOST_TOLD):
+        record.note("prefill", ROOM, "again")
+    assert len(record.of("prefill", ROOM)) == MOST_TOLD
+
+
+def test_what_is_kept_is_told_in_words(pair: Duo) -> None:
+    with ControlTap(pair.decode) as tap:
+        tap.drop(lambda letter, _: isinstance(letter.body, Ack))
+        room = moved(pair)
+        told = pair.prefill.explain(room.number, wait_s=0)
+    assert f"kept: SUCCESS, which {pair.decode.instance} has not acknowledged" in told and "secret" not in told
+
+
+def test_a_closed_manager_asks_nobody(pair: Duo) -> None:
+    room = moved(pair)
+    pair.prefill.close()
+    began = time.monotonic()
+    assert "SUCCESS" in pair.prefill.explain(room.number, wait_s=60) and time.monotonic() - began < 30
+    assert pair.prefill.stats().stores["control_calls"] == 0

@@ -647,6 +647,24 @@ def test_health_is_503_while_rooms_cannot_be_served(monkeypatch: pytest.MonkeyPa
             wait_until(lambda: health() == (200, {"ok": True, "reasons": []}))
 
 
+def test_each_thread_that_serves_rooms_is_watched_and_none_is_unwell_for_resting() -> None:
+    with duo() as pair:
+        pair.pair()
+        core, gate = pair.prefill._core, threading.Event()
+        for pulse in (core.channel.pulse, core._ledger.pulse, core._slow.pulse):
+            pulse._still_s = 0.3
+        stays(lambda: True, 1.0)
+        assert pair.prefill.troubles == []
+        try:
+            core._slow.run(gate.wait)
+            core._ledger._order(lambda: gate.wait(SOON_S))
+            for thread in ("kvcore-slow", "kvcore-progress"):
+                wait_until(lambda thread=thread: any(f"thread {thread} has stood still" in text for text in pair.prefill.troubles))
+        finally:
+            gate.set()
+        wait_until(lambda: pair.prefill.healthy)
+
+
 # --- beginning and end
 
 

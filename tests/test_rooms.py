@@ -533,3 +533,63 @@ def test_a_room_of_the_wrong_side_is_refused(pair: Duo) -> None:
 
     wrong(lambda: pair.decode.sender(1), pair.decode)
     wrong(lambda: pair.prefill.receiver(1, pair.prefill.address), pair.prefill)
+
+
+# --- calls in the middle of a call: finalizers, signal handlers
+
+
+class Request:
+    """What a program keeps of a request: in a cycle, so that the collector ends it, in the middle of whatever runs."""
+
+    def __init__(self, *handles: Handle) -> None:
+        self._handles, self._me = handles, self
+
+    def __del__(self) -> None:
+        for handle in self._handles:
+            handle.clear()
+
+
+def test_c1_rooms_cleared_by_the_collector_in_the_middle_of_another_step_leave_nothing(pair: Duo) -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(20, 2, 2)
+    try:
+        for _ in range(300):
+            sender, receiver = pair.open()
+            Request(sender, receiver)
+            receiver.receive([1])
+            sender.send([1])
+            del sender, receiver
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    pair.stores_empty()
+    for manager_of in (pair.prefill, pair.decode):
+        wait_until(lambda made=manager_of: made._core.table.receiving == made._core.table.arriving == 0)
+    pair.transfer([1], [2])
+
+
+def test_s1_an_abort_in_the_middle_of_a_step_is_taken_right_after_it(pair: Duo) -> None:
+    """As a signal handler may call it."""
+    core, inside = pair.prefill._core, list[Sender]()
+
+    class Handler:
+        """Stands in the way of a step's news, on the thread that makes the step."""
+
+        def __call__(self, room: Room, old: KVPoll | None) -> None:
+            changed(room, old)
+            if inside:
+                inside.pop().abort("from a handler")
+                with pytest.raises(RoomError, match="in the middle of another call"):
+                    pair.prefill.sender(number())
+
+    changed, core.changed = core.changed, Handler()  # type: ignore[method-assign]
+    try:
+        sender, receiver = pair.open()
+        receiver.receive([1])
+        wait_until(lambda: sender.poll() is KVPoll.WAITING_FOR_INPUT)
+        inside.append(sender)
+        sender.send([1], last=True)
+        assert sender.poll() is KVPoll.FAILED and sender.failure is not None and "from a handler" in str(sender.failure)
+        ended(receiver, KVPoll.FAILED)
+    finally:
+        core.changed = changed  # type: ignore[method-assign]
