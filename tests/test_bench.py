@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvcore import cli
-from kvcore.bench import abort, bandwidth, floor, idle, plan, rooms
+from kvcore.bench import bandwidth, floor, idle, plan, rooms
 from kvcore.bench.setup import GIB, Measured, Setup
 from kvcore.sides import ToolError
 from tests.commands import kvcore, one_line
