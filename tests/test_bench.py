@@ -202,6 +202,21 @@ def test_a_room_that_fails_fails_the_measurement(tmp_path: Path) -> None:
     assert one_line(done.stderr) and "room " in done.stderr and "link down" in done.stderr
 
 
+def test_aborts_of_either_side_are_timed() -> None:
+    found = run("abort", "--rooms", "20", "--repeats", "2")
+    results = found["results"]
+    assert isinstance(results, list) and [one["aborted_by"] for one in results] == ["prefill", "decode"]
+    for one in results:
+        assert one["rooms"] == 20 and 0 < one["median_ms"] <= one["p99_ms"] <= one["max_ms"]
+
+
+def test_rooms_that_cannot_meet_fail_the_measurement_of_aborts(tmp_path: Path) -> None:
+    failing = "@hookimpl\ndef kvcore_endpoint(self): raise OSError('link down')\n"
+    done = kvcore("bench", "abort", "--backend", "failing", path=make_backend(tmp_path, "failing", failing))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert one_line(done.stderr) and "link down" in done.stderr
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_process_that_dies_ends_the_measurement(side: str) -> None:
     def kill(row: str, text: str) -> None:

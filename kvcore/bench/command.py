@@ -32,7 +32,7 @@ class Order(str, enum.Enum):
 
 ORDER = [Order.SCATTERED]
 
-bench = typer.Typer(name="bench", help="Measure: rooms a second, bandwidth, the cost of waiting, the planner.")
+bench = typer.Typer(name="bench", help="Measure: rooms a second, bandwidth, aborts, the cost of waiting, the planner.")
 
 Repeats = Annotated[int, typer.Option(min=1, max=1000, help="How often it is measured, after once for warming up.")]
 
@@ -107,6 +107,27 @@ def idle(
     with progress() as watch:
         results = measurement.measure(setup, parameters, watch)
     _tell("bench idle", setup, parameters, results, measurement.table(results), json_file)
+
+
+@bench.command()
+def abort(
+    context: typer.Context,
+    backend: Backend = "local",
+    rooms: Annotated[int, typer.Option(min=1, max=MOST_ROOMS, help="Rooms that are live at first.")] = 1000,
+    repeats: Repeats = 3,
+    options: Options = None,
+    host: Host = "127.0.0.1",
+    timeout: Timeout = 120.0,
+    json_file: JsonFile = None,
+) -> None:
+    """The time until the other side of a room knows of an abort, of either side, while many rooms are live."""
+    setup = _setup(context, backend, options, host, timeout)
+    from kvcore.bench import abort as measurement
+
+    parameters = measurement.Parameters(rooms, repeats=repeats)
+    with progress() as watch:
+        results = measurement.measure(setup, parameters, watch)
+    _tell("bench abort", setup, parameters, results, measurement.table(results), json_file)
 
 
 @bench.command()

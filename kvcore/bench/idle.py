@@ -101,7 +101,7 @@ def _windows(open_room: Open, setup: Setup, parameters: Parameters, link: Link) 
         link.hear(Go)
         link.progress(f"opening {rooms} rooms")
         handles = [open_room(room) for room in range(1, rooms + 1)]
-        _settle(handles, setup)
+        settle(handles, setup)
         link.tell(Ready())
         link.hear(Go)
         clock = Clock()
@@ -114,7 +114,7 @@ def _windows(open_room: Open, setup: Setup, parameters: Parameters, link: Link) 
             handle.clear()
 
 
-def _settle(handles: Sequence[kvcore.Handle], setup: Setup) -> None:
+def settle(handles: Sequence[kvcore.Handle], setup: Setup) -> None:
     """Wait until all rooms wait, and until the threads have noticed."""
     deadline = time.monotonic() + setup.patience_s
     while any(handle.poll() is KVPoll.BOOTSTRAPPING for handle in handles) and time.monotonic() < deadline:

@@ -1,0 +1,133 @@
+"""``bench abort``: how long it takes until the other side of a room knows of an abort, while many rooms are live."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+import kvcore
+from kvcore.bench.idle import PAGE_BYTES, settle
+from kvcore.bench.setup import Address, Go, Ready, Setup, finish, manager
+from kvcore.buffers import Buffer, memory_kinds
+from kvcore.progress import Watch
+from kvcore.sides import Close, Link, Sides, ToolError
+from kvcore.states import KVPoll, Side
+
+SIDES: tuple[Side, ...] = ("prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """``rooms``: how many are live at first; all are aborted, one every ``gap_s``, by one side and in another turn by the other."""
+
+    rooms: int = 1000
+    gap_s: float = 0.002
+    repeats: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Aborts by one side: milliseconds from the call of ``abort`` until a thread of the other side that waits has seen FAILED."""
+
+    aborted_by: Side
+    rooms: int
+    median_ms: float
+    p99_ms: float
+    max_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """From a side: when it aborted each room, or saw that it was. The clock is the machine's, the same for all processes."""
+
+    seconds: tuple[float, ...]
+
+
+def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
+    """Measure aborts by either side; of the repeats all count together. Raises ``ToolError`` if a room fails for another reason."""
+    results = []
+    with Sides("bench", work, (setup, parameters), setup.patience_s, watch, setup.debug) as sides:
+        sides.tell("decode", sides.hear("prefill", Address))
+        for aborting in SIDES:
+            took = list[float]()
+            for _ in range(parameters.repeats):
+                watch("measuring", f"aborts by {aborting}")
+                sides.tell_both(Go(aborting))
+                sides.hear_both(Ready)
+                sides.tell_both(Go())
+                times = {side: np.array(each.seconds) for side, each in sides.hear_both(Times).items()}
+                seen = times["decode" if aborting == "prefill" else "prefill"]
+                took += list(seen - times[aborting])
+            median, p99, most = (float(1e3 * np.quantile(took, share)) for share in (0.5, 0.99, 1.0))
+            results.append(Result(aborting, parameters.rooms, median, p99, most))
+        sides.close()
+    return results
+
+
+def table(results: Sequence[Result]) -> Iterator[str]:
+    """The results for people."""
+    yield "aborted by   live rooms   ms until the other side knows: median     p99     max"
+    for one in results:
+        yield f"{one.aborted_by:<10} {one.rooms:>12} {one.median_ms:>39.2f} {one.p99_ms:>7.2f} {one.max_ms:>7.2f}"
+
+
+def work(side: Side, settings: tuple[Setup, Parameters], link: Link) -> None:
+    """One of the two processes."""
+    setup, parameters = settings
+    buffer = Buffer(memory_kinds(setup.backend), parameters.rooms + 1, PAGE_BYTES)
+    with manager(side, setup, buffer) as mine:
+        opened = Rooms(mine, side, link)
+        with opened.open(0) as first:  # so that the two are paired
+            if isinstance(first, kvcore.Sender):
+                first.send([0], last=True)
+            finish(first, setup)
+        attempt = 1
+        while not isinstance(order := link.hear(object), Close):
+            assert isinstance(order, Go)
+            handles = [opened.open(room, attempt) for room in range(1, parameters.rooms + 1)]
+            settle(handles, setup)
+            link.tell(Ready())
+            link.hear(Go)
+            link.tell(Times(tuple(_abort(handles, parameters.gap_s) if order.way == side else _see(handles, setup))))
+            for handle in handles:
+                handle.clear()
+            attempt += 1
+
+
+class Rooms:
+    """Opens rooms of one page on one side; decode's publish their destination at once."""
+
+    def __init__(self, mine: kvcore.KVManager, side: Side, link: Link) -> None:
+        self._mine, self._side = mine, side
+        if side == "prefill":
+            link.tell(Address(mine.address))
+        self._address = link.hear(Address).text if side == "decode" else ""
+
+    def open(self, room: int, attempt: int = 0) -> kvcore.Handle:
+        """One side of a room."""
+        if self._side == "prefill":
+            return self._mine.sender(room, attempt)
+        receiver = self._mine.receiver(room, prefill=self._address, attempt=attempt)
+        receiver.receive([room])
+        return receiver
+
+
+def _abort(handles: Sequence[kvcore.Handle], gap_s: float) -> Iterator[float]:
+    for handle in handles:
+        yield time.monotonic()
+        handle.abort("measured")
+        threading.Event().wait(gap_s)
+
+
+def _see(handles: Sequence[kvcore.Handle], setup: Setup) -> Iterator[float]:
+    for handle in handles:
+        state = handle.wait(setup.patience_s)
+        seen = time.monotonic()
+        failure = handle.failure
+        if state is not KVPoll.FAILED or failure is None or failure.code is not kvcore.FailureCode.ABORTED:
+            raise ToolError(f"room {handle.room} is {state.name} ({failure}) where it was aborted; try: kvcore doctor {setup.backend}")
+        yield seen
