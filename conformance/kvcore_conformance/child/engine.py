@@ -303,7 +303,7 @@ class Engine:
             return
         part.ticket = result
         if batch.cancelled and self._able.blocking:  # it was cancelled while the call ran
-            self._orders.append(lambda: self._cancel(batch))
+            self._orders.append(lambda: self._come_too_late(batch))
         self._bell.set()
 
     def _poll(self, parts: list[Part]) -> None:
@@ -341,6 +341,12 @@ class Engine:
             self._hooks.kvcore_abort(room=batch.room, tickets=tickets)
         finally:
             self.abort_s = time.monotonic() - began
+
+    def _come_too_late(self, batch: Batch) -> None:
+        """As the core does: what a call left behind that was under way when its room was cleared is cleared too."""
+        self._cancel(batch)
+        if all(other.room != batch.room for other in self._batches.values()):
+            self._hooks.kvcore_clear(room=batch.room)
 
     def _clear(self, key: RoomKey) -> None:
         for name in [name for name, batch in self._batches.items() if batch.room == key]:
