@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import typing
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +214,30 @@ def test_the_command_shows_its_token_and_speaks_tls(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout, done.stderr) == (0, "room 7 (prefill)\n  nothing is stored\n", "")
         assert "give it with --token-file" in kvcore(*asked).stderr
         assert "gave no answer" in kvcore(*asked[:-2]).stderr
+
+
+def test_the_command_follows_nobody_elsewhere_with_its_token(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(302)
+            self.send_header("Location", f"http://127.0.0.1:{server.server_port}/elsewhere")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    (tmp_path / "token").write_text(TOKEN)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            done = kvcore("explain", "7", "--address", f"127.0.0.1:{server.server_port}", "--token-file", str(tmp_path / "token"))
+        finally:
+            server.shutdown()
+    assert done.returncode == 1 and "answered 302" in done.stderr and one_line(done.stderr)
+    assert asked == ["/rooms/7?attempt=0"]
 
 
 def test_the_command_says_what_is_wrong() -> None:
