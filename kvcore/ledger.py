@@ -297,6 +297,9 @@ class Ledger:
     def _take(self, entry: Entry, part: Part, state: TicketState) -> None:
         """A part of a ticket has ended."""
         now = self._clock()
+        broken = state.peer_broken and part.peer is self._peer(entry.pair.peer)  # a new pairing is not to blame
+        if broken and part.peer is not None:
+            part.peer.poisoned = True  # before anybody can see the failure, and open a room that would fail with it
         entry.running.remove(part)
         self._stop_clock(entry, part, now)
         if state.kind is TicketKind.RETRY and not (entry.cancelled or entry.failed):
@@ -311,7 +314,7 @@ class Ledger:
             code = FailureCode.PEER_LOST if state.peer_broken else FailureCode.BACKEND
             self._fail(entry, code, state.reason or "the backend gave no reason")
         self._settle(entry)
-        if state.peer_broken and part.peer is self._peer(entry.pair.peer):  # a new pairing is not to blame
+        if broken:
             self._broken(entry.pair.peer, state.reason)
 
     def _stop_clock(self, entry: Entry, part: Part, now: float) -> None:
@@ -323,9 +326,8 @@ class Ledger:
         """Book the end of a ticket of which nothing runs or waits any more."""
         if entry.running or entry.waiting or entry.coming is not None or entry.unproven:
             return
-        if self._entries.pop((entry.pair, entry.room.key, entry.number), None) is None:
-            return
-        self._tell(entry, not (entry.failed or entry.cancelled), True, FailureCode.ABORTED, "cancelled")
+        if self._entries.pop((entry.pair, entry.room.key, entry.number), None) is not None:
+            self._tell(entry, not (entry.failed or entry.cancelled), True, FailureCode.ABORTED, "cancelled")
 
     def _fail(self, entry: Entry, code: FailureCode, text: str) -> None:
         """The ticket has failed; whether it is quiescent shows when the rest of it ended."""

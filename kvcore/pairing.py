@@ -47,6 +47,8 @@ class Peer:
     expired: int = 0
     excused: float = 0.0
     pinged: float = 0.0
+    poisoned: bool = False
+    """The path to it is broken, and it is about to be lost: rooms that it announces now are left to the pairing that follows."""
     _met: dict[int, int] = field(default_factory=dict)
     _shares: dict[int, Mapping[str, Share]] = field(default_factory=dict)
     gathered: dict[tuple[int, tuple[str, ...]], Gathered] = field(default_factory=dict)

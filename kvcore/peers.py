@@ -159,6 +159,8 @@ class Peers:
         if peer is None:  # where a hello of ours is out, it may be paired already from its side
             return self._write(route, letter.source, Ping() if self._greets(route) else Stranger())
         self._hear(peer, route)
+        if peer.poisoned:
+            return None
         if isinstance(body, wire.Explain):
             return self._write(route, letter.source, self._home.stories.answer(body))
         if isinstance(body, wire.Story):

@@ -23,7 +23,9 @@ FIRST_RETRY_S = 0.001
 
 
 class PeerView(Protocol):
-    """What the ledger asks of a paired peer."""
+    """What the ledger asks of a paired peer, and tells of the path to it."""
+
+    poisoned: bool
 
     @property
     def layout(self) -> Layout: ...

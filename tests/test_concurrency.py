@@ -21,8 +21,9 @@ from tests.helpers import BACKENDS, duo, own_threads, wait_until
 from tests.striker import SEED, Hammer
 
 ROOT = Path(__file__).parents[1]
-SECONDS, CALM_S = 30.0, 5.0
-"""How long the threads are at it, and how much of that, at the end, opens nothing new and meets mild faults only."""
+SECONDS, CALM_S, SUCCESSES = 30.0, 5.0, 50
+"""How long the threads are at it, longer where a busy machine has not come to all of it, and how much of that, at the end, opens nothing
+new and meets mild faults only; and how many rooms must succeed."""
 ACTS = {"open", "send", "receive", "poll", "look", "wait", "abort", "clear", "reject", "haunt", "same attempt", "released", "not safe yet"}
 FAULTS = {"fail", "raise_", "hold", "delay", "retry", "drop_done", "partial"}
 
@@ -81,6 +82,11 @@ def test_any_calls_from_any_threads_under_faults(backend: str, caplog: pytest.Lo
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files, what="files that stay open")
 
 
+def tried(hammer: Hammer) -> bool:
+    """Whether all that is to be tried has been."""
+    return set(hammer.done) >= ACTS and hammer.done["SUCCESS"] >= SUCCESSES and set(hammer.pair.plan.counts) >= FAULTS
+
+
 def strike(hammer: Hammer) -> None:
     """Half a minute of it."""
     plan = hammer.pair.plan
@@ -88,7 +94,7 @@ def strike(hammer: Hammer) -> None:
         weather(plan, [prefill, decode])
         for thread in hammer.threads:
             thread.start()
-        while not hammer.stop.wait(0.8) and time.monotonic() - hammer.began < SECONDS - CALM_S:
+        while not hammer.stop.wait(0.8) and time.monotonic() - hammer.began < (SECONDS if tried(hammer) else 4 * SECONDS) - CALM_S:
             hold = plan.hold(rate=0.2, times=50)
             hammer.stop.wait(0.4)
             hold.release()
@@ -103,7 +109,7 @@ def strike(hammer: Hammer) -> None:
             assert not thread.is_alive(), f"{thread.name} hangs"
     print(f"done: {dict(hammer.done)}; faults: {dict(faults)}")
     assert not hammer.errors, hammer.errors[0]
-    assert set(hammer.done) >= ACTS and hammer.done["SUCCESS"] >= 50, "some of it was not tried"
+    assert set(hammer.done) >= ACTS and hammer.done["SUCCESS"] >= SUCCESSES, "some of it was not tried"
     assert set(faults) >= FAULTS, "some faults did not act"
     alone = [slot.number for slot in hammer.slots if min(len(threads) for threads in slot.touched.values()) < 2]
     assert not alone, f"rooms that fewer than two threads a side touched: {alone}"
