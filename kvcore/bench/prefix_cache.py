@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,12 +40,16 @@ class Lease:
 
 class PrefixCache:
     """Blocks stay when nobody uses them any more, until their pages are needed: then the one that was used longest ago goes, and of
-    one request the last block first, since without those before it a block is of no use. A page in use is never given away."""
+    one request the last block first, since without those before it a block is of no use. A page in use is never given away.
 
-    def __init__(self, pages: int) -> None:
+    ``pages``: all that there are, those to be given out last first.
+    """
+
+    def __init__(self, pages: Iterable[int]) -> None:
         self.in_use = 0
         """Pages that are leased."""
-        self._pages, self._free = pages, list(range(pages))
+        self._free = list(pages)
+        self._pages = len(self._free)
         self._known: dict[int, Block] = {}
         """By number, what holds its content; used or not."""
         self._idle: OrderedDict[int, Block] = OrderedDict()

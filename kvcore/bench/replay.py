@@ -1,5 +1,5 @@
 """What prefill and decode do in ``bench trace``. Both open a request when it arrives, and give out pages in the order of arrival; a request
-without pages waits. At last they play the same transfers again by the engine alone."""
+without pages waits. Pages lie scattered, as after long service. At last they play the same transfers again by the engine alone."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import heapq
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
 import kvcore
+from kvcore.bench.bandwidth import listed
 from kvcore.bench.floor import Raw, raw
 from kvcore.bench.prefix_cache import Lease, PrefixCache
 from kvcore.bench.scheduler import Scheduler, Settings
@@ -29,7 +31,7 @@ POOL = "kv"
 class Moved:
     """To a side: the other's pages, by request, so that the engine alone can move the same."""
 
-    pages: tuple[Indices, ...]
+    pages: list[Indices]
 
 
 class Prefill(Scheduler):
@@ -37,7 +39,7 @@ class Prefill(Scheduler):
 
     def __init__(self, mine: kvcore.KVManager, buffer: Buffer, settings: Settings) -> None:
         super().__init__(mine, buffer, settings)
-        self._free = list(range(self.parameters.pages))
+        self._free = listed("scattered", "prefill", self.parameters.pages).tolist()
         self._waiting = deque[tuple[int, kvcore.Sender]]()
         self._writing = deque[tuple[int, kvcore.Sender, Indices, Future[float]]]()
         self._live: dict[kvcore.Sender, tuple[int, Indices]] = {}
@@ -69,7 +71,7 @@ class Prefill(Scheduler):
         self._place()
         while self._writing and self._writing[0][3].done():
             number, sender, pages, written = self._writing.popleft()
-            self.tape.complete_s[number] = written.result() - self._began
+            self.played.complete_s[number] = written.result() - self._began
             self._live[sender] = number, pages
 
     def _released(self, sender: kvcore.Sender, pages: Indices) -> bool:
@@ -85,16 +87,16 @@ class Prefill(Scheduler):
             if serials.size > len(self._free):
                 return
             self._waiting.popleft()
-            self.tape.placed_s[number] = self.now()
+            self.played.placed_s[number] = self.now()
             pages = np.array([self._free.pop() for _ in serials], np.int64)
-            self.tape.pages_most = max(self.tape.pages_most, self.parameters.pages - len(self._free))
-            written = self.aside.do(lambda pages=pages, serials=serials: self.content.write(self.buffer, pages, serials))  # type: ignore[misc]
+            self.played.pages_most = max(self.played.pages_most, self.parameters.pages - len(self._free))
+            written = self.aside.do(partial(self.content.write, self.buffer, pages, serials))
             self._writing.append((number, sender, pages, written))
 
     def _send(self, sender: kvcore.Sender) -> None:
         number, pages = self._live[sender]
-        self.tape.moved[number] = pages[sender.prefix_pages[POOL] :]
-        sender.send(self.tape.moved[number], last=True)
+        self.played.moved[number] = pages[sender.prefix_pages[POOL] :]
+        sender.send(self.played.moved[number], last=True)
         self._sent.add(sender)
 
 
@@ -114,7 +116,8 @@ class Decode(Scheduler):
 
     def __init__(self, mine: kvcore.KVManager, buffer: Buffer, settings: Settings, prefill: str) -> None:
         super().__init__(mine, buffer, settings)
-        self._prefill, self._cache = prefill, PrefixCache(self.parameters.pages)
+        self._prefill = prefill
+        self._cache = PrefixCache(listed("scattered", "decode", self.parameters.pages).tolist())
         self._waiting = deque[tuple[int, kvcore.Receiver]]()
         self._live: dict[kvcore.Receiver, tuple[int, Lease]] = {}
         self._held: list[Held] = []
@@ -147,18 +150,18 @@ class Decode(Scheduler):
         lease = self._cache.lease(request.blocks, request.pages(self.parameters.page_tokens))
         if lease is None:
             return False
-        self.tape.pages_most = max(self.tape.pages_most, self._cache.in_use)
-        self.tape.placed_s[number] = self.now()
-        self.tape.moved[number] = lease.pages[lease.prefix :]
-        receiver.receive(self.tape.moved[number], prefix_pages=lease.prefix)
+        self.played.pages_most = max(self.played.pages_most, self._cache.in_use)
+        self.played.placed_s[number] = self.now()
+        self.played.moved[number] = lease.pages[lease.prefix :]
+        receiver.receive(self.played.moved[number], prefix_pages=lease.prefix)
         self._live[receiver] = number, lease
         return True
 
     def _arrived(self, receiver: kvcore.Receiver, number: int, lease: Lease) -> None:
-        self.tape.complete_s[number] = self.now()
+        self.played.complete_s[number] = self.now()
         receiver.clear()
         self._cache.filled(lease)
-        compared = self.aside.do(lambda: self.content.check(self.buffer, lease.pages, self.serials(number), self.setup))
+        compared = self.aside.do(partial(self.content.check, self.buffer, lease.pages, self.serials(number), self.setup))
         tokens_s = self.requests[number].output_tokens * self.parameters.token_ms / 1e3 / self.parameters.speed
         heapq.heappush(self._held, Held(self.now() + tokens_s, number, receiver, lease, compared))
 
@@ -171,7 +174,7 @@ class Decode(Scheduler):
     def _look_for_the_stuck(self) -> None:
         """The limits of rooms are as long as a trace may be; what has its pages on decode should not take that long."""
         receiver, (number, _) = next(iter(self._live.items()), (None, (0, None)))
-        if receiver is not None and self.now() - self.tape.placed_s[number] > self.setup.patience_s:
+        if receiver is not None and self.now() - self.played.placed_s[number] > self.setup.patience_s:
             raise ToolError(
                 f"request {number + 1} is still {receiver.poll().name} {self.setup.patience_s:g} s after decode had pages for it; "
                 f"try: kvcore doctor {self.setup.backend}"
@@ -195,17 +198,17 @@ def work(side: Side, settings: Settings, link: Link) -> None:
                 receiver.receive([0])
                 finish(receiver, setup)
             scheduler = Decode(mine, buffer, settings, address)
-        played = scheduler.play(link)
-        link.tell(played)
+        scheduler.play(link)
+        link.tell(scheduler.played)
         theirs = link.hear(Moved).pages
         with raw(side, setup, buffer, link) as floor:
-            moved = [(mine, other) for mine, other in zip(played.moved, theirs, strict=True) if mine.size]
+            moved = [(mine, other) for mine, other in zip(scheduler.played.moved, theirs, strict=True) if mine.size]
             (_write if side == "prefill" else _serve)(floor, moved, buffer, scheduler, link)
 
 
 def _write(floor: Raw | None, moved: list[tuple[Indices, Indices]], buffer: Buffer, scheduler: Scheduler, link: Link) -> None:
     """Prefill's turns of the engine alone, over pages whose content is that of their number."""
-    every = np.arange(scheduler.parameters.pages)
+    every = np.unique(np.concatenate([mine for mine, _ in moved]))
     scheduler.content.write(buffer, every, every)
     transfers = [floor.transfer(*pages) for pages in moved] if floor else []
     for go in orders(link):
@@ -214,12 +217,15 @@ def _write(floor: Raw | None, moved: list[tuple[Indices, Indices]], buffer: Buff
 
 
 def _serve(floor: Raw | None, moved: list[tuple[Indices, Indices]], buffer: Buffer, scheduler: Scheduler, link: Link) -> None:
-    """Decode's turns of the engine alone; where a page was written more than once, the last counts."""
-    came = {int(mine): int(theirs) for pages in moved for mine, theirs in zip(*pages, strict=True)}
-    mine, theirs = (np.array(list(pages), np.int64) for pages in (came, came.values()))
+    """Decode's turns of the engine alone. A page that is written more than once is compared with what came last."""
+    pages = scheduler.parameters.pages
+    last = np.full(pages, -1, np.int64)
+    for mine, theirs in moved:
+        last[mine] = theirs
+    written = np.flatnonzero(last >= 0)
     for _ in orders(link):
         assert floor is not None
-        buffer.clear()
+        scheduler.content.write(buffer, written, last[written] + pages)  # that of no page
         measured = floor.serve()
-        scheduler.content.check(buffer, mine, theirs, scheduler.setup)
+        scheduler.content.check(buffer, written, last[written], scheduler.setup)
         link.tell(measured)

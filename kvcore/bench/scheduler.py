@@ -24,8 +24,8 @@ from kvcore.buffers import Buffer
 from kvcore.memory import Indices
 from kvcore.sides import Link
 
-TELL_S, SAMPLE_S = 1.0, 0.05
-"""How often a side says how far it is, and looks at its pages in quarantine."""
+LOOK_S = 0.1
+"""How often a side says how far it is, and counts its pages in quarantine."""
 
 Seconds = npt.NDArray[np.float64]
 
@@ -60,7 +60,7 @@ class Begin:
     at_s: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Played:
     """From a side, by request: when it had pages for it, and when these were complete (on prefill written, on decode SUCCESS), in seconds
     from the beginning; and the pages that moved, in order. Then the most pages in use and in quarantine, and CPU seconds, those of
@@ -68,21 +68,10 @@ class Played:
 
     placed_s: Seconds
     complete_s: Seconds
-    moved: tuple[Indices, ...]
-    pages_most: int
-    quarantined_most: int
-    cpu_s: float
-
-
-@dataclass(slots=True)
-class Tape:
-    """What a side notes while it plays; see ``Played``."""
-
-    placed_s: Seconds
-    complete_s: Seconds
     moved: list[Indices]
     pages_most: int = 0
     quarantined_most: int = 0
+    cpu_s: float = 0.0
 
 
 class Aside:
@@ -116,8 +105,8 @@ class Scheduler(ABC):
     def __init__(self, mine: kvcore.KVManager, buffer: Buffer, settings: Settings) -> None:
         self.mine, self.buffer = mine, buffer
         self.setup, self.parameters, self.requests = settings
-        none = np.zeros(len(self.requests))
-        self.tape = Tape(none, none.copy(), [np.empty(0, np.int64)] * none.size)
+        count = len(self.requests)
+        self.played = Played(np.zeros(count), np.zeros(count), [np.empty(0, np.int64)] * count)
         self.content = PageContent(self.parameters.page_bytes)
         self.aside = Aside()
         self._began = 0.0
@@ -151,27 +140,26 @@ class Scheduler(ABC):
         all_whole: Indices = (blocks[:, None] * whole + np.arange(whole)).ravel()
         return all_whole[: sum(self.requests[number].pages(self.parameters.page_tokens))]
 
-    def play(self, link: Link) -> Played:
+    def play(self, link: Link) -> None:
         """The whole trace, from the driver's word on until the last page is free."""
         link.tell(Ready())
         self._began = link.hear(Begin).at_s
-        pause, step_s = threading.Event(), self.parameters.step_ms / 1e3
         arrivals = [request.arrival_s / self.parameters.speed for request in self.requests] + [float("inf")]
+        pause, arrived, look_s = threading.Event(), 0, 0.0
         pause.wait(max(0.0, -self.now()))
-        clock, arrived, told_s, sampled_s = Clock(), 0, 0.0, 0.0
+        clock = Clock()
         while arrived < len(self.requests) or self.left:
             while arrivals[arrived] <= self.now():
                 self.open(arrived)
                 arrived += 1
             self.step()
-            now = self.now()
-            if now >= sampled_s:
-                sampled_s = now + SAMPLE_S
-                self.tape.quarantined_most = max(self.tape.quarantined_most, self.mine.stats().quarantined_pages)
-            if now >= told_s:
-                told_s = now + TELL_S
-                link.progress(f"{arrived - self.left} of {len(self.requests)} requests are over, {self.left} under way")
-            pause.wait(min(max(step_s, min(self.due_s, arrivals[arrived]) - self.now()), TELL_S))
-        cpu_s = clock.read().cpu_s - self.aside.close()
-        tape = self.tape
-        return Played(tape.placed_s, tape.complete_s, tuple(tape.moved), tape.pages_most, tape.quarantined_most, cpu_s)
+            if self.now() >= look_s:
+                look_s = self.now() + LOOK_S
+                self._look(link, arrived)
+            idle_s = min(self.due_s, arrivals[arrived], look_s) - self.now()
+            pause.wait(max(self.parameters.step_ms / 1e3, idle_s))
+        self.played.cpu_s = clock.read().cpu_s - self.aside.close()
+
+    def _look(self, link: Link, arrived: int) -> None:
+        self.played.quarantined_most = max(self.played.quarantined_most, self.mine.stats().quarantined_pages)
+        link.progress(f"{arrived - self.left} of {len(self.requests)} requests are over, {self.left} under way")
