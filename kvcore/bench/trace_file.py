@@ -71,15 +71,16 @@ def _lines(path: Path) -> Iterator[Line]:
             number = 0
             while text := file.readline(MOST_LINE_BYTES + 1):
                 number += 1
+                where = f"trace {path}, line {number}"
+                if len(text) > MOST_LINE_BYTES:
+                    raise ConfigError(f"{where}: it is longer than {MOST_LINE_BYTES} bytes; write one request a line: {FORMAT}")
                 if text.strip():
-                    yield _line(text, f"trace {path}, line {number}")
+                    yield _line(text, where)
     except OSError as error:
         raise ConfigError(f"trace {path} cannot be read ({error.strerror}); give a file of requests: {FORMAT}") from error
 
 
 def _line(text: bytes, where: str) -> Line:
-    if len(text) > MOST_LINE_BYTES:
-        raise ConfigError(f"{where}: it is longer than {MOST_LINE_BYTES} bytes; write one request a line: {FORMAT}")
     try:
         line = DECODER.decode(text)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
