@@ -106,16 +106,17 @@ class Caller:
 
 
 def copy(pages: Bytes, sources: Indices, into: Buffer, places: Indices) -> Measured:
-    """Copy page ``sources[n]`` of ``pages`` to ``places[n]``, which are all pages of ``into``: a page at a time, in the order of where they
-    go. What it takes is of interest only where they go into CPU memory."""
-    order = np.empty_like(sources)
-    order[places] = sources
+    """Copy page ``sources[n]`` of ``pages`` to ``places[n]`` of ``into``, each another. What is measured is a copy page by page in the order
+    of where they go, into the buffer itself if that is all of it. Of interest only where its pages are in CPU memory."""
+    order = np.argsort(places)
+    whole = isinstance(into.tensor, np.ndarray) and len(places) == len(into.tensor)
+    target = into.tensor if whole else np.zeros((len(places), pages.shape[1]), np.uint8)
     clock = Clock()
-    if isinstance(into.tensor, np.ndarray):
-        np.take(pages, order, axis=0, out=into.tensor, mode="clip")  # otherwise it would go through a buffer
-    else:
-        into.write(pages[order])
-    return clock.read()
+    np.take(pages, sources[order], axis=0, out=target, mode="clip")  # otherwise it would go through a buffer
+    measured = clock.read()
+    if not whole:
+        into.put(places[order], target)
+    return measured
 
 
 def _socket(kind: int, patience_ms: int) -> zmq.Socket[bytes]:

@@ -249,8 +249,8 @@ class Beside:
         return raw.write(way, transfers, at_once) if raw is not None else self._caller.measure()
 
     def serve(self, way: str, pages: Bytes, sources: Indices, places: Indices) -> Measured:
-        """A turn on decode, until the driver says that it is over. When it is, page ``sources[n]`` of ``pages`` is at ``places[n]``, which
-        are all places there are; in a turn of the bare machine it is copied there, and that is what is measured."""
+        """A turn on decode, until the driver says that it is over. When it is, page ``sources[n]`` of ``pages`` is at ``places[n]``; in a
+        turn of the bare machine it is copied there, and that is what is measured."""
         raw = self._raw if way != BARE else None
         stop = threading.Event()
         target = raw.serve if raw is not None else self._echo.serve
