@@ -56,7 +56,9 @@ Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Address of this host
 Timeout = Annotated[float, typer.Option(callback=seconds, help=f"Seconds without a sign of life before giving up, 1 to {MOST_S:g}.")]
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", dir_okay=False, callback=folder_exists, help="Write one JSON object there; - prints it instead."),
+    typer.Option(
+        "--json", metavar="FILE", dir_okay=False, callback=folder_exists, help="Write one JSON object there; - prints it instead."
+    ),
 ]
 
 
