@@ -10,12 +10,14 @@ import pytest
 
 from kvcore import cli
 from kvcore.bench import bandwidth, floor, idle, plan, rooms
+from kvcore.bench.bare import Bare
 from kvcore.bench.setup import GIB, Measured, Setup
 from kvcore.sides import ToolError
 from tests.commands import kvcore, one_line
 from tests.made_backends import LYING, make_backend
 
 FIELDS = ["schema", "command", "backend", "versions", "machine", "parameters", "results"]
+BARE = Bare(0.1, (0.1,), None, ())
 TWO_WAYS = """
 import threading
 from kvcore.bench.socket_floor import SocketFloor
@@ -150,7 +152,7 @@ def test_rates_are_medians_and_latencies_are_those_of_all_rooms() -> None:
         {"prefill": Measured(9.0, cpu, ()), "decode": Measured(seconds, 2 * cpu, waits)}
         for seconds, cpu in ((1.0, 0.01), (4.0, 0.03), (2.0, 0.02))
     ]
-    found = rooms.result(rooms.Case("receive", 9, 7), parameters, repeats)  # type: ignore[arg-type]
+    found = rooms.result(rooms.Case("receive", 9, 7), parameters, repeats, BARE)  # type: ignore[arg-type]
     assert (found.measured_from, found.waiting) == ("receive", 9)
     assert (found.in_flight, found.rooms_per_s, found.rooms_per_s_each) == (7, 50.0, (100.0, 25.0, 50.0))
     assert found.latency_ms_median == pytest.approx(50.5) and found.latency_ms_max == pytest.approx(100.0)
@@ -167,15 +169,16 @@ def test_kvcores_share_of_the_engine_alone_is_that_of_turns_side_by_side() -> No
     alone = floor.Figures("fast", {"slow": 1.0, "fast": 9.0}, (10.0, 100.0, 40.0), {"prefill": (1.0, 3.0, 2.0), "decode": (4.0, 6.0, 5.0)})
     assert alone.share((9.0, 80.0, 20.0)) == pytest.approx(0.8)  # of 0.9, 0.8 and 0.5; of the medians it would be 0.5
     repeats = [{"prefill": Measured(1.0, 1.0), "decode": Measured(1 / rate, 1.0)} for rate in (9.0, 80.0, 20.0)]
-    found = bandwidth.result(10**9, bandwidth.Parameters((10**9,), 10**9), repeats, alone)  # type: ignore[arg-type]
-    assert found.raw == bandwidth.Raw("fast", alone.tried, 40.0, alone.rates, 2 * GIB / 1e9, 5 * GIB / 1e9, pytest.approx(0.8))
+    found = bandwidth.result(10**9, bandwidth.Parameters((10**9,), 10**9), repeats, BARE, alone)  # type: ignore[arg-type]
+    cpu = (2 * GIB / 1e9, 5 * GIB / 1e9)
+    assert found.raw == bandwidth.Raw("fast", alone.tried, 40.0, alone.rates, *cpu, pytest.approx(0.8), pytest.approx((0.9, 0.8, 0.5)))
     assert "engine alone: fast" in "\n".join(bandwidth.table([found])) and "kvcore: 80% of it" in "\n".join(bandwidth.table([found]))
 
 
 def test_bandwidth_counts_the_bytes_of_the_pages_that_are_moved() -> None:
     parameters = bandwidth.Parameters(page_bytes=(1 << 20,), room_bytes=(1 << 20) + 5, repeats=2)
     repeats = [{"prefill": Measured(0.1, 0.5), "decode": Measured(seconds, 0.25)} for seconds in (0.001, 0.003)]
-    found = bandwidth.result(1 << 20, parameters, repeats)  # type: ignore[arg-type]
+    found = bandwidth.result(1 << 20, parameters, repeats, BARE)  # type: ignore[arg-type]
     assert found.raw is None
     assert (found.pages, found.room_bytes, found.bytes_verified) == (1, 1 << 20, 3 << 20)
     assert found.gb_per_s == pytest.approx(((1 << 20) / 1e6 + (1 << 20) / 3e6) / 2)

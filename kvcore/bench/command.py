@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import enum
+import importlib.util
+import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from kvcore.cli_options import Backend, Host, JsonFile, Options, Timeout, seconds, write_json
+from kvcore.cli_options import Backend, Host, JsonFile, Options, Timeout, folder_exists, seconds, write, write_json
 from kvcore.installed import find_backend
 from kvcore.progress import progress
+from kvcore.sides import ToolError
 
 if TYPE_CHECKING:
     from kvcore.bench.setup import Setup
@@ -41,8 +45,22 @@ ORDER = [Order.SCATTERED]
 FROM = [From.OPEN, From.RECEIVE]
 WAITING = [0]
 
-bench = typer.Typer(name="bench", help="Measure: rooms a second, bandwidth, aborts, the cost of waiting, the planner.")
+bench = typer.Typer(name="bench", help="Measure: rooms a second, bandwidth, aborts, the cost of waiting, the planner; compare.")
 
+Report = Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, help="What one of the other commands has written with --json.")]
+
+
+def _html_file(path: Path | None) -> Path | None:
+    """Told before anything is measured."""
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ToolError("--html draws with matplotlib, which is not installed; run: pip install kvcore[html]")
+    return folder_exists(path)
+
+
+HtmlFile = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", dir_okay=False, callback=_html_file, help="Write one page with plots there, for people."),
+]
 Repeats = Annotated[int, typer.Option(min=1, max=1000, help="How often it is measured, after once for warming up.")]
 
 
@@ -65,17 +83,18 @@ def rooms(
     host: Host = "127.0.0.1",
     timeout: Timeout = 120.0,
     json_file: JsonFile = None,
+    html_file: HtmlFile = None,
 ) -> None:
     """Rooms a second, a room's latency, and CPU time a room on both sides; one page a room. Beside it, transfers of the engine alone."""
     _fit(rooms * page_bytes, "--page-bytes", "one page a room")
     setup = _setup(context, backend, options, host, timeout)
     from kvcore.bench import rooms as measurement
 
-    clocks = tuple(one.value for one in measured_from)
+    clocks = cast("tuple[measurement.From, ...]", tuple(one.value for one in measured_from))
     parameters = measurement.Parameters(rooms, tuple(in_flight), page_bytes, repeats, clocks, tuple(waiting))
     with progress() as watch:
         results = measurement.measure(setup, parameters, watch)
-    _tell("bench rooms", setup, parameters, results, [*measurement.table(results), *_lack(backend)], json_file)
+    _tell("bench rooms", setup, parameters, results, [*measurement.table(results), *_lack(backend)], json_file, html_file)
 
 
 @bench.command()
@@ -92,6 +111,7 @@ def bandwidth(
     host: Host = "127.0.0.1",
     timeout: Timeout = 120.0,
     json_file: JsonFile = None,
+    html_file: HtmlFile = None,
 ) -> None:
     """Bytes a second, and CPU time a GiB on both sides, for pages of several sizes. Beside it, the same bytes by the engine alone."""
     setup = _setup(context, backend, options, host, timeout)
@@ -100,7 +120,7 @@ def bandwidth(
     parameters = measurement.Parameters(tuple(page_bytes), room_bytes, repeats, tuple(one.value for one in order))
     with progress() as watch:
         results = measurement.measure(setup, parameters, watch)
-    _tell("bench bandwidth", setup, parameters, results, [*measurement.table(results), *_lack(backend)], json_file)
+    _tell("bench bandwidth", setup, parameters, results, [*measurement.table(results), *_lack(backend)], json_file, html_file)
 
 
 @bench.command()
@@ -113,6 +133,7 @@ def idle(
     host: Host = "127.0.0.1",
     timeout: Timeout = 120.0,
     json_file: JsonFile = None,
+    html_file: HtmlFile = None,
 ) -> None:
     """CPU share of both processes while nothing moves: without rooms, and with many that wait."""
     if window >= timeout:
@@ -123,7 +144,7 @@ def idle(
     parameters = measurement.Parameters(rooms, window)
     with progress() as watch:
         results = measurement.measure(setup, parameters, watch)
-    _tell("bench idle", setup, parameters, results, measurement.table(results), json_file)
+    _tell("bench idle", setup, parameters, results, measurement.table(results), json_file, html_file)
 
 
 @bench.command()
@@ -136,6 +157,7 @@ def abort(
     host: Host = "127.0.0.1",
     timeout: Timeout = 120.0,
     json_file: JsonFile = None,
+    html_file: HtmlFile = None,
 ) -> None:
     """The time until the other side of a room knows of an abort, of either side, while many rooms are live."""
     setup = _setup(context, backend, options, host, timeout)
@@ -144,11 +166,15 @@ def abort(
     parameters = measurement.Parameters(rooms, repeats=repeats)
     with progress() as watch:
         results = measurement.measure(setup, parameters, watch)
-    _tell("bench abort", setup, parameters, results, measurement.table(results), json_file)
+    _tell("bench abort", setup, parameters, results, measurement.table(results), json_file, html_file)
 
 
 @bench.command()
-def plan(repeats: Annotated[int, typer.Option(min=1, help="How often each chunk is planned.")] = 30, json_file: JsonFile = None) -> None:
+def plan(
+    repeats: Annotated[int, typer.Option(min=1, help="How often each chunk is planned.")] = 30,
+    json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+) -> None:
     """Median times of the planner, in this process, without a backend. Exits 1 if one misses its target."""
     from kvcore.bench import plan as measurement
 
@@ -156,9 +182,27 @@ def plan(repeats: Annotated[int, typer.Option(min=1, help="How often each chunk 
     with progress() as watch:
         watch("measuring", "the planner")
         results = measurement.measure(parameters)
-    _tell("bench plan", None, parameters, results, measurement.table(results), json_file)
+    _tell("bench plan", None, parameters, results, measurement.table(results), json_file, html_file)
     if any(result.missed for result in results):
         raise typer.Exit(1)
+
+
+@bench.command()
+def compare(a: Report, b: Report, json_file: JsonFile = None) -> None:
+    """Two reports of the same command, written with --json: of every figure B / A with its spread, and what else differs."""
+    from kvcore.bench import compare as comparing
+
+    found = comparing.compare(a, b)
+    if not write_json(json_file, asdict(found)):
+        typer.echo("\n".join(comparing.table(found)))
+
+
+@bench.command()
+def schema() -> None:
+    """The JSON Schema of what --json writes."""
+    from kvcore.bench import report
+
+    typer.echo(json.dumps(report.schema(), indent=2))
 
 
 def _setup(context: typer.Context, backend: str, options: dict[str, Any] | None, host: str, patience_s: float) -> Setup:
@@ -173,11 +217,24 @@ def _fit(nbytes: int, option: str, what: str) -> None:
         raise typer.BadParameter(f"{what} makes a pool of {nbytes} bytes, above {MOST_BYTES}", param_hint=option)
 
 
-def _tell(command: str, setup: Setup | None, parameters: Any, results: list[Any], table: Iterable[str], json_file: Path | None) -> None:
+def _tell(
+    command: str,
+    setup: Setup | None,
+    parameters: Any,
+    results: list[Any],
+    table: Iterable[str],
+    json_file: Path | None,
+    html_file: Path | None,
+) -> None:
     from kvcore.bench.report import report
 
-    if not write_json(json_file, report(command, setup, parameters, results)):
-        typer.echo("\n".join(table))
+    found, lines = report(command, setup, parameters, results), list(table)
+    if html_file is not None:
+        from kvcore.bench.page import page
+
+        write(html_file, page(found, lines), "--html")
+    if not write_json(json_file, asdict(found)):
+        typer.echo("\n".join(lines))
 
 
 def _lack(backend: str) -> list[str]:

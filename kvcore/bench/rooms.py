@@ -17,9 +17,10 @@ from typing import Literal
 import numpy as np
 
 import kvcore
-from kvcore.bench.floor import Figures, Turns, meet, raw
+from kvcore.bench.bare import Bare, over
+from kvcore.bench.floor import Beside, Figures, Turns, meet
 from kvcore.bench.loop import carry
-from kvcore.bench.setup import SEED, Address, Clock, Go, Measured, Ready, Setup, manager, orders, verify
+from kvcore.bench.setup import SEED, Address, Clock, Go, Measured, Ready, Setup, manager, orders, percentiles, verify
 from kvcore.bench.waiting import STEP_S, Opener, Waiting, hand_over
 from kvcore.buffers import Buffer, memory_kinds, random_pages
 from kvcore.memory import Indices
@@ -34,6 +35,8 @@ FEWEST_AHEAD = 32
 """Of those opened before what is measured; four times those in flight otherwise. More would repeat themselves while they wait."""
 
 From = Literal["open", "receive"]
+MESSAGES: dict[From, int] = {"open": 4, "receive": 2}
+"""One way, of those that a room cannot do without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,8 @@ class Parameters:
 @dataclass(frozen=True, slots=True)
 class Raw:
     """The engine alone, with as many transfers in flight: its fastest way, the best rate of each way when it was tried, and what part of
-    its rate kvcore has, which is the median over turns that followed each other."""
+    its rate kvcore has, which is the median over turns that followed each other. With one in flight also the median milliseconds of a
+    transfer, from posting it to its last byte in place."""
 
     way: str
     tried_per_s: dict[str, float]
@@ -61,12 +65,17 @@ class Raw:
     prefill_cpu_us_per_transfer: float
     decode_cpu_us_per_transfer: float
     kvcore_share: float
+    kvcore_share_each: tuple[float, ...]
+    transfer_ms: float | None
+    transfer_ms_each: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """Of one number of rooms in flight, beside so many that wait: medians of the repeats; latencies of all rooms, as decode's caller sees
-    them, from opening the receiver or from ``receive``. ``raw``: None where the backend offers no floor."""
+    them, from opening the receiver or from ``receive``, and of each repeat their median; their percentiles from 0 to 100. ``raw``: None
+    where the backend offers no floor. ``latency_over_wire``: with one in flight, the latency over what the wire takes for it, which is the
+    engine's own transfer and control messages one way: four from opening the receiver, two from ``receive``."""
 
     measured_from: From
     waiting: int
@@ -74,13 +83,20 @@ class Result:
     rooms_per_s: float
     rooms_per_s_each: tuple[float, ...]
     latency_ms_median: float
+    latency_ms_median_each: tuple[float, ...]
     latency_ms_p90: float
     latency_ms_p99: float
     latency_ms_max: float
+    latency_ms_percentiles: tuple[float, ...]
     prefill_cpu_us_per_room: float
+    prefill_cpu_us_per_room_each: tuple[float, ...]
     decode_cpu_us_per_room: float
+    decode_cpu_us_per_room_each: tuple[float, ...]
     rooms_verified: int
     raw: Raw | None
+    bare: Bare
+    latency_over_wire: float | None
+    latency_over_wire_each: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +138,14 @@ def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
     results = []
     with Sides("bench", work, (setup, parameters), setup.patience_s, watch, setup.debug) as sides:
         sides.tell("decode", sides.hear("prefill", Address))
-        ways = meet(sides, setup)
+        ways = meet(sides)
         for case, planned in batches(parameters).items():
-            floor, repeats = Turns(sides, ways, parameters.rooms), []
+            floor, repeats = Turns(sides, ways, parameters.rooms, parameters.rooms * parameters.page_bytes), []
             for batch in planned:
                 watch("measuring", batch.note)
                 repeats.append(total([_measured(sides) for _ in batch.groups]))
                 floor.take() if len(repeats) > 1 else floor.warm_up()
-            results.append(result(case, parameters, repeats[1:], floor.figures))
+            results.append(result(case, parameters, repeats[1:], floor.bare, floor.figures))
         sides.close()
     return results
 
@@ -166,34 +182,45 @@ def batches(parameters: Parameters) -> dict[Case, list[Batch]]:
     return found
 
 
-def result(case: Case, parameters: Parameters, repeats: Sequence[dict[Side, Measured]], floor: Figures | None = None) -> Result:
+def result(
+    case: Case, parameters: Parameters, repeats: Sequence[dict[Side, Measured]], machine: Bare, floor: Figures | None = None
+) -> Result:
     """What the repeats come to."""
     rooms = parameters.rooms
     rates = tuple(rooms / each["decode"].seconds for each in repeats)
     latencies = np.concatenate([each["decode"].latencies_s for each in repeats]) * 1e3
-    median, p90, p99, most = (float(value) for value in np.percentile(latencies, (50, 90, 99, 100)))
-    cpu = {side: statistics.median(each[side].cpu_s for each in repeats) / rooms * 1e6 for side in ("prefill", "decode")}
+    spread, medians = percentiles(latencies), tuple(1e3 * statistics.median(each["decode"].latencies_s) for each in repeats)
+    cpu = {side: tuple(each[side].cpu_s / rooms * 1e6 for each in repeats) for side in SIDES}
+    over_wire = over(medians, floor.alone_ms if floor is not None else (), MESSAGES[case.measured_from], machine)
     return Result(
         measured_from=case.measured_from,
         waiting=case.waiting,
         in_flight=case.in_flight,
         rooms_per_s=statistics.median(rates),
         rooms_per_s_each=rates,
-        latency_ms_median=median,
-        latency_ms_p90=p90,
-        latency_ms_p99=p99,
-        latency_ms_max=most,
-        prefill_cpu_us_per_room=cpu["prefill"],
-        decode_cpu_us_per_room=cpu["decode"],
+        latency_ms_median=spread[50],
+        latency_ms_median_each=medians,
+        latency_ms_p90=spread[90],
+        latency_ms_p99=spread[99],
+        latency_ms_max=spread[100],
+        latency_ms_percentiles=spread,
+        prefill_cpu_us_per_room=statistics.median(cpu["prefill"]),
+        prefill_cpu_us_per_room_each=cpu["prefill"],
+        decode_cpu_us_per_room=statistics.median(cpu["decode"]),
+        decode_cpu_us_per_room_each=cpu["decode"],
         rooms_verified=rooms * (len(repeats) + 1),
         raw=None if floor is None else _raw(floor, rates, rooms),
+        bare=machine,
+        latency_over_wire=statistics.median(over_wire) if over_wire else None,
+        latency_over_wire_each=over_wire,
     )
 
 
 def _raw(floor: Figures, rates: Sequence[float], rooms: int) -> Raw:
     cpu = {side: statistics.median(each) / rooms * 1e6 for side, each in floor.cpu_s.items()}
-    rate = statistics.median(floor.rates)
-    return Raw(floor.way, floor.tried, rate, floor.rates, cpu["prefill"], cpu["decode"], floor.share(rates))
+    rate, alone = statistics.median(floor.rates), statistics.median(floor.alone_ms) if floor.alone_ms else None
+    shares = (floor.share(rates), floor.shares(rates))
+    return Raw(floor.way, floor.tried, rate, floor.rates, cpu["prefill"], cpu["decode"], *shares, alone, floor.alone_ms)
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
@@ -226,10 +253,10 @@ def _prefill(setup: Setup, parameters: Parameters, link: Link) -> None:
         def begin(number: int) -> kvcore.Handle:
             return opener.begin(number, number % SOURCE_PAGES)
 
-        with raw("prefill", setup, buffer, link) as floor:
+        with Beside("prefill", setup, buffer, link) as beside:
             for batch, numbers, go in _turns(parameters, link):
-                if go.way and floor:
-                    link.tell(floor.write(go.way, [floor.transfer(*pages) for pages in _pages(batch, numbers)], batch.case.in_flight))
+                if go.way:
+                    link.tell(beside.write(go.way, _pages(batch, numbers), batch.case.in_flight))
                     continue
                 waiting.grow(batch.case.waiting)
                 ahead = {number: begin(number) for number in numbers if batch.case.measured_from == "receive"}
@@ -254,10 +281,11 @@ def _decode(setup: Setup, parameters: Parameters, link: Link) -> None:
             hand_over(handle, number % parameters.rooms)
             return handle
 
-        with raw("decode", setup, buffer, link) as floor:
+        with Beside("decode", setup, buffer, link) as beside:
             for batch, numbers, go in _turns(parameters, link):
-                if go.way and floor:
-                    measured = floor.serve()
+                sources, places = np.concatenate(list(_pages(batch, numbers)), axis=1)
+                if go.way:
+                    measured = beside.serve(go.way, expected, sources, places)
                 else:
                     waiting.grow(batch.case.waiting)
                     if batch.case.measured_from == "receive":
@@ -266,7 +294,6 @@ def _decode(setup: Setup, parameters: Parameters, link: Link) -> None:
                     took = carry(decode, setup, numbers, batch.case.in_flight, begin)
                     measured = clock.read(tuple(took))
                     waiting.check()
-                sources, places = np.concatenate(list(_pages(batch, numbers)), axis=1)
                 verify(buffer.read()[places], expected[sources], setup)
                 buffer.clear()
                 link.tell(measured)

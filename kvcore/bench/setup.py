@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 import kvcore
 from kvcore.buffers import Buffer, Bytes
@@ -102,6 +103,11 @@ def finish(handle: kvcore.Handle, setup: Setup) -> None:
         raise ToolError(
             f"room {handle.room} is still {handle.poll().name} after {setup.patience_s:g} s; try: kvcore doctor {setup.backend}"
         )
+
+
+def percentiles(values: Sequence[float] | npt.NDArray[np.float64]) -> tuple[float, ...]:
+    """From 0 to 100, in steps of one."""
+    return tuple(float(value) for value in np.percentile(values, range(101)))
 
 
 def verify(found: Bytes, expected: Bytes, setup: Setup) -> None:
