@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -34,7 +34,16 @@ class Order(str, enum.Enum):
     CONTIGUOUS = "contiguous"
 
 
+class From(str, enum.Enum):
+    """Where a room's clock starts."""
+
+    OPEN = "open"
+    RECEIVE = "receive"
+
+
 ORDER = [Order.SCATTERED]
+FROM = [From.OPEN, From.RECEIVE]
+WAITING = [0]
 
 bench = typer.Typer(name="bench", help="Measure: rooms a second, bandwidth, aborts, the cost of waiting, the planner; compare.")
 
@@ -63,6 +72,13 @@ def rooms(
     in_flight: Annotated[list[int], typer.Option(min=1, max=10_000, help="Rooms at a time; may be given more than once.")] = IN_FLIGHT,
     page_bytes: Annotated[int, typer.Option(min=1, max=MOST_BYTES, help="Bytes of the one page of a room.")] = 16384,
     repeats: Repeats = 3,
+    measured_from: Annotated[
+        list[From],
+        typer.Option("--from", help="Opening the receiver, or receive with both handles opened before; may be given more than once."),
+    ] = FROM,
+    waiting: Annotated[
+        list[int], typer.Option(min=0, max=100_000, help="Rooms that wait meanwhile; may be given more than once.")
+    ] = WAITING,
     options: Options = None,
     host: Host = "127.0.0.1",
     timeout: Timeout = 120.0,
@@ -74,7 +90,8 @@ def rooms(
     setup = _setup(context, backend, options, host, timeout)
     from kvcore.bench import rooms as measurement
 
-    parameters = measurement.Parameters(rooms, tuple(in_flight), page_bytes, repeats)
+    clocks = cast("tuple[measurement.From, ...]", tuple(one.value for one in measured_from))
+    parameters = measurement.Parameters(rooms, tuple(in_flight), page_bytes, repeats, clocks, tuple(waiting))
     with progress() as watch:
         results = measurement.measure(setup, parameters, watch)
     _tell("bench rooms", setup, parameters, results, [*measurement.table(results), *_lack(backend)], json_file, html_file)

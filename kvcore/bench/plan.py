@@ -61,9 +61,9 @@ class Result:
 
 
 CASES = (
-    Case(2048, 128, True, None, 10.0),
-    Case(8192, 128, True, None, 40.0),
-    Case(8192, 128, True, 4096, 40.0),
+    Case(2048, 128, True, None, 5.0),
+    Case(8192, 128, True, None, 20.0),
+    Case(8192, 128, True, 4096, 20.0),
     Case(8192, 128, False, None, 0.5),
     Case(1, 128, False, None, 0.5),
     Case(2048, 61, True, None, 60.0, ranks=8),
