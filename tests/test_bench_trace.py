@@ -8,18 +8,22 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from kvcore import cli
 from kvcore.bench import trace
+from kvcore.bench.bare import Bare
+from kvcore.bench.floor import Figures
 from kvcore.bench.page_content import PageContent
 from kvcore.bench.prefix_cache import Lease, PrefixCache
 from kvcore.bench.replay import Decode
 from kvcore.bench.scheduler import Parameters, Played
-from kvcore.bench.setup import Setup
+from kvcore.bench.setup import Address, Setup
 from kvcore.bench.trace_file import Request, read
+from kvcore.bench.waiting import Opener
 from kvcore.buffers import Buffer
 from kvcore.progress import unwatched
 from kvcore.sides import ToolError
@@ -29,7 +33,7 @@ from tests.helpers import ROOT, duo, wait_until
 from tests.made_backends import LYING, make_backend
 
 SAMPLE = ROOT / "examples" / "trace.jsonl"
-FAST = ("--speed", "60", "--page-bytes", "1024", "--requests", "20")
+FAST = ("--speed", "60", "--page-bytes", "1024", "--requests", "20", "--repeats", "1")
 
 # --- the sample
 
@@ -256,57 +260,63 @@ def pages_of(path: Path, page_tokens: int) -> list[int]:
 
 
 def test_what_decode_had_already_is_skipped_and_all_else_is_sent() -> None:
-    parameters = Parameters(str(SAMPLE), speed=60, page_tokens=32, page_bytes=512)
-    played, figures = trace.play(Setup("local"), parameters, read(SAMPLE, 1000), unwatched)
-    prefill, decode = played["prefill"], played["decode"]
-    sent = [pages.size for pages in decode.moved]
-    assert sent == [pages.size for pages in prefill.moved]
-    assert [a + b for a, b in zip(sent, skipped(SAMPLE, played, 32), strict=True)] == pages_of(SAMPLE, 32)
-    assert 0 < sum(sent) < sum(pages_of(SAMPLE, 32))
-    assert (decode.placed_s < decode.complete_s).all() and (prefill.placed_s < prefill.complete_s).all()
-    assert (prefill.complete_s < decode.complete_s).all()
-    assert figures is not None and len(figures.rates) == trace.FLOOR_TURNS
+    parameters = Parameters(str(SAMPLE), speed=60, page_tokens=32, page_bytes=512, repeats=2)
+    repeats, floor = trace.play(Setup("local"), parameters, read(SAMPLE, 1000), unwatched)
+    for played in repeats:
+        prefill, decode = played["prefill"], played["decode"]
+        sent = [pages.size for pages in decode.moved]
+        assert sent == [pages.size for pages in prefill.moved]
+        assert [a + b for a, b in zip(sent, skipped(SAMPLE, played, 32), strict=True)] == pages_of(SAMPLE, 32)
+        assert 0 < sum(sent) < sum(pages_of(SAMPLE, 32))
+        assert (decode.placed_s < decode.complete_s).all() and (prefill.placed_s < prefill.complete_s).all()
+        assert (prefill.complete_s < decode.complete_s).all()
+    assert len(repeats) == 2 and floor.figures is not None and len(floor.figures.rates) == 2
 
 
 def test_where_memory_is_short_requests_queue_and_what_is_not_used_makes_room() -> None:
     short = 2 * max(pages_of(SAMPLE, 64))
-    parameters = Parameters(str(SAMPLE), speed=200, page_bytes=512, memory_bytes=512 * short, limit_ms=1e-3)
+    parameters = Parameters(str(SAMPLE), speed=200, page_bytes=512, memory_bytes=512 * short, limit_ms=1e-3, repeats=1)
     requests = read(SAMPLE, 1000)
-    played, figures = trace.play(Setup("local"), parameters, requests, unwatched)
-    found = trace.result(parameters, requests, played, figures)
+    (played,), floor = trace.play(Setup("local"), parameters, requests, unwatched)
+    found = trace.result(parameters, requests, [played], floor.bare)
     decode, arrived = played["decode"], np.array([request.arrival_s for request in requests]) / 200
     for side in played.values():
         assert 0 < side.pages_most <= short
         assert (np.diff(side.placed_s) >= 0).all(), "pages are given out in order of arrival"
     held_s = np.array([request.output_tokens for request in requests]) * parameters.token_ms / 1e3 / 200
-    for at, needed in zip(decode.placed_s, map(len, decode.moved), strict=True):
-        using = (decode.placed_s <= at) & (decode.complete_s + held_s > at)
-        assert needed <= short and using.any()
-    assert found.queueing_ms.max == pytest.approx(1e3 * float((np.maximum(decode.placed_s, played["prefill"].placed_s) - arrived).max()))
-    assert found.queueing_ms.max > 1e3 * held_s.min() and found.good_share == found.good_per_s == 0
+    for number, at in enumerate(decode.placed_s):
+        held = (decode.placed_s < at) & (decode.complete_s + held_s > at)
+        in_use = {page for other in np.flatnonzero(held) for page in decode.moved[other].tolist()}
+        assert not in_use & set(decode.moved[number].tolist()) and len(in_use) + decode.moved[number].size <= short
+    queued_s = np.maximum(decode.placed_s, played["prefill"].placed_s) - arrived
+    assert found.queueing_ms_max == pytest.approx(1e3 * float(queued_s.max())) and queued_s.max() > held_s.min()
+    assert found.good_share == found.good_per_s == 0
     assert found.bytes_sent + found.bytes_skipped == found.bytes_verified == 512 * sum(pages_of(SAMPLE, 64))
 
 
 def test_figures_are_those_of_the_times() -> None:
     requests = [Request(arrival, 1024, 10, (0, 1)) for arrival in (0.0, 10.0, 20.0, 30.0)]
     page, none = np.array([3]), np.empty(0, np.int64)
-    played: dict[Side, Played] = {
-        "prefill": Played(np.array([0.0, 1, 2, 3.5]), np.array([0.1, 1.1, 2.1, 3.6]), [page, page, none, page], 7, 1, 0.4),
-        "decode": Played(np.array([0.2, 1.0, 2.4, 3.0]), np.array([0.3, 1.5, 2.5, 4.0]), [page, page, none, page], 9, 2, 0.8),
-    }
-    alone = trace.Figures("fast", {"fast": 9.0}, (10.0, 5.0, 8.0), {"prefill": (0.3, 0.6, 0.9), "decode": (3.0, 6.0, 9.0)})
+    here = Played(np.array([0.0, 1, 2, 3.5]), np.array([0.1, 1.1, 2.1, 3.6]), [page, page, none, page], 7, 1, 0.4)
+    there = Played(np.array([0.2, 1.0, 2.4, 3.0]), np.array([0.3, 1.5, 2.5, 4.0]), [page, page, none, page], 9, 2, 0.8)
+    again = Played(there.placed_s, there.complete_s + 1.0, there.moved, 5, 0, 1.6)
+    alone = Figures("fast", {"fast": 9.0}, (10.0, 5.0), {"prefill": (0.3, 0.9), "decode": (3.0, 9.0)}, (60.0, 80.0))
     parameters = Parameters("t", speed=10, page_tokens=512, page_bytes=100, limit_ms=500.0)
-    found = trace.result(parameters, requests, played, alone)
-    assert (found.queueing_ms.median, found.queueing_ms.max) == (pytest.approx(300.0), pytest.approx(500.0))
-    assert (found.transfer_ms.max, found.transfer_ms_mean) == (pytest.approx(400.0), pytest.approx(250.0))
-    assert (found.total_ms.median, found.total_ms.max) == (pytest.approx(500.0), pytest.approx(1000.0))
-    assert (found.good_share, found.good_per_s) == (0.75, 0.75)
-    assert (found.bytes_sent, found.bytes_skipped, found.bytes_verified) == (300, 500, 800)
+    repeats: list[dict[Side, Played]] = [{"prefill": here, "decode": there}, {"prefill": here, "decode": again}]
+    found = trace.result(parameters, requests, repeats, Bare(0.1, (0.1,), None, ()), alone)
+    assert (found.queueing_ms_median, found.queueing_ms_max) == (pytest.approx(300.0), pytest.approx(500.0))
+    assert found.transfer_ms_mean_each == (pytest.approx(250.0), pytest.approx(1250.0)) and found.transfer_ms_mean == pytest.approx(750.0)
+    assert found.transfer_ms_median_each == (pytest.approx(250.0), pytest.approx(1250.0))
+    assert (found.total_ms_median_each[0], found.total_ms_max) == (pytest.approx(500.0), pytest.approx(2000.0))
+    assert len(found.total_ms_percentiles) == 101 and found.total_ms_percentiles[0] == pytest.approx(300.0)
+    assert (found.good_share_each, found.good_per_s_each) == ((0.75, 0.0), (0.75, 0.0)) and found.good_share == 0.375
+    assert (found.bytes_sent, found.bytes_skipped, found.bytes_verified, found.skipped_share) == (600, 1000, 1600, 0.625)
     assert (found.prefill_pages_most, found.decode_pages_most, found.quarantined_pages_most) == (7, 9, 2)
-    assert (found.prefill_cpu_ms_per_request, found.decode_cpu_ms_per_request) == (pytest.approx(100.0), pytest.approx(200.0))
-    assert found.raw is not None and (found.raw.transfers, found.raw.transfer_ms_mean) == (3, 125.0)
-    assert found.raw.kvcore_times == pytest.approx((0.1 + 0.4 + 0.4) / 3 / 0.125) and found.raw.gb_per_s == pytest.approx(800e-9)
+    assert (found.prefill_cpu_ms_per_request, found.decode_cpu_ms_per_request) == (pytest.approx(100.0), pytest.approx(300.0))
+    assert found.raw is not None and (found.raw.transfer_ms_mean_each, found.raw.transfer_ms_median) == ((100.0, 200.0), 70.0)
+    assert found.raw.kvcore_times_each == (pytest.approx(3.0), pytest.approx(6.5))  # of 0.1, 0.4 and 0.4 s, and a second more
     assert (found.raw.prefill_cpu_ms_per_transfer, found.raw.decode_cpu_ms_per_transfer) == (pytest.approx(200.0), pytest.approx(2000.0))
+    assert "4 requests in 4.50 s, 2 times" in "\n".join(trace.table([found]))
 
 
 def test_a_trace_is_played_as_a_command() -> None:
@@ -316,8 +326,9 @@ def test_a_trace_is_played_as_a_command() -> None:
     assert (found["command"], found["parameters"]["speed"], found["parameters"]["requests"]) == ("bench trace", 60, 20)
     (one,) = found["results"]
     assert (one["requests"], one["quarantined_pages_most"]) == (20, 0)
-    for spread in (one["queueing_ms"], one["transfer_ms"], one["total_ms"]):
-        assert 0 <= spread["median"] <= spread["p90"] <= spread["p99"] <= spread["max"]
+    for time in ("queueing_ms", "transfer_ms", "total_ms"):
+        shares = [one[f"{time}_{share}"] for share in ("median", "p90", "p99", "max")]
+        assert shares[0] >= 0 and shares == sorted(shares) and one[f"{time}_percentiles"][99] == shares[2]
     assert one["bytes_sent"] + one["bytes_skipped"] == one["bytes_verified"] == 1024 * sum(pages_of(SAMPLE, 64)[:20])
     assert one["prefill_cpu_ms_per_request"] > 0 and one["decode_cpu_ms_per_request"] > 0
     assert one["raw"]["way"] == "sendmsg" and one["raw"]["kvcore_times"] > 1
@@ -390,7 +401,8 @@ def test_a_room_that_gets_nowhere_fails_the_measurement_after_the_time_that_was_
     requests = [Request(0.0, 512, 1, (0,))]
     settings = (Setup("local", patience_s=0.2), Parameters("t", page_tokens=512, page_bytes=64, memory_bytes=64 * 32), requests)
     with duo() as pair:
-        decode = Decode(pair.decode, Buffer(frozenset({"cpu"}), 32, 64), settings, pair.prefill.address)
+        opener = Opener(pair.decode, "decode", Mock(**{"hear.return_value": Address(pair.prefill.address)}))
+        decode = Decode(opener, pair.decode, Buffer(frozenset({"cpu"}), 32, 64), settings, attempt=0)
         decode.open(0)
         decode.step()
         with pytest.raises(

@@ -11,7 +11,7 @@ import numpy as np
 
 import kvcore
 from kvcore.bench.idle import PAGE_BYTES, settle
-from kvcore.bench.setup import Address, Go, Ready, Setup, finish, manager
+from kvcore.bench.setup import Address, Go, Ready, Setup, finish, manager, percentiles
 from kvcore.buffers import Buffer, memory_kinds
 from kvcore.progress import Watch
 from kvcore.sides import Close, Link, Sides, ToolError
@@ -31,13 +31,17 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Aborts by one side: milliseconds from the call of ``abort`` until a thread of the other side that waits has seen FAILED."""
+    """Aborts by one side: milliseconds from the call of ``abort`` until a thread of the other side that waits has seen FAILED. Of all
+    repeats together, and of each; percentiles from 0 to 100."""
 
     aborted_by: Side
     rooms: int
     median_ms: float
+    median_ms_each: tuple[float, ...]
     p99_ms: float
+    p99_ms_each: tuple[float, ...]
     max_ms: float
+    ms_percentiles: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
     with Sides("bench", work, (setup, parameters), setup.patience_s, watch, setup.debug) as sides:
         sides.tell("decode", sides.hear("prefill", Address))
         for aborting in SIDES:
-            took = list[float]()
+            took = list[list[float]]()
             for _ in range(parameters.repeats):
                 watch("measuring", f"aborts by {aborting}")
                 sides.tell_both(Go(aborting))
@@ -61,11 +65,17 @@ def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
                 sides.tell_both(Go())
                 times = {side: np.array(each.seconds) for side, each in sides.hear_both(Times).items()}
                 seen = times["decode" if aborting == "prefill" else "prefill"]
-                took += list(seen - times[aborting])
-            median, p99, most = (float(1e3 * np.quantile(took, share)) for share in (0.5, 0.99, 1.0))
-            results.append(Result(aborting, parameters.rooms, median, p99, most))
+                took.append(list(1e3 * (seen - times[aborting])))
+            results.append(result(aborting, took))
         sides.close()
     return results
+
+
+def result(aborted_by: Side, took_ms: Sequence[Sequence[float]]) -> Result:
+    """What the repeats come to."""
+    spread, each = percentiles(np.concatenate(took_ms)), [percentiles(one) for one in took_ms]
+    medians, tails = (tuple(one[percent] for one in each) for percent in (50, 99))
+    return Result(aborted_by, len(took_ms[0]), spread[50], medians, spread[99], tails, spread[100], spread)
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import enum
+import importlib.util
+import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from kvcore.cli_options import Backend, Host, JsonFile, Options, Timeout, positive, seconds, write_json
+from kvcore.cli_options import Backend, Host, JsonFile, Options, Timeout, folder_exists, positive, seconds, write, write_json
 from kvcore.installed import find_backend
 from kvcore.progress import progress
+from kvcore.sides import ToolError
 
 if TYPE_CHECKING:
     from kvcore.bench.setup import Setup
@@ -30,10 +34,33 @@ class Order(str, enum.Enum):
     CONTIGUOUS = "contiguous"
 
 
+class From(str, enum.Enum):
+    """Where a room's clock starts."""
+
+    OPEN = "open"
+    RECEIVE = "receive"
+
+
 ORDER = [Order.SCATTERED]
+FROM = [From.OPEN, From.RECEIVE]
+WAITING = [0]
 
-bench = typer.Typer(name="bench", help="Measure: rooms a second, bandwidth, aborts, the cost of waiting, a trace of requests, the planner.")
+bench = typer.Typer(name="bench", help="Measure: rooms a second, bandwidth, a trace of requests, aborts, waiting, the planner; compare.")
 
+Report = Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, help="What one of the other commands has written with --json.")]
+
+
+def _html_file(path: Path | None) -> Path | None:
+    """Told before anything is measured."""
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ToolError("--html draws with matplotlib, which is not installed; run: pip install kvcore[html]")
+    return folder_exists(path)
+
+
+HtmlFile = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", dir_okay=False, callback=_html_file, help="Write one page with plots there, for people."),
+]
 Repeats = Annotated[int, typer.Option(min=1, max=1000, help="How often it is measured, after once for warming up.")]
 
 
@@ -45,20 +72,29 @@ def rooms(
     in_flight: Annotated[list[int], typer.Option(min=1, max=10_000, help="Rooms at a time; may be given more than once.")] = IN_FLIGHT,
     page_bytes: Annotated[int, typer.Option(min=1, max=MOST_BYTES, help="Bytes of the one page of a room.")] = 16384,
     repeats: Repeats = 3,
+    measured_from: Annotated[
+        list[From],
+        typer.Option("--from", help="Opening the receiver, or receive with both handles opened before; may be given more than once."),
+    ] = FROM,
+    waiting: Annotated[
+        list[int], typer.Option(min=0, max=100_000, help="Rooms that wait meanwhile; may be given more than once.")
+    ] = WAITING,
     options: Options = None,
     host: Host = "127.0.0.1",
     timeout: Timeout = 120.0,
     json_file: JsonFile = None,
+    html_file: HtmlFile = None,
 ) -> None:
     """Rooms a second, a room's latency, and CPU time a room on both sides; one page a room. Beside it, transfers of the engine alone."""
     _fit(rooms * page_bytes, "--page-bytes", "one page a room")
     setup = _setup(context, backend, options, host, timeout)
     from kvcore.bench import rooms as measurement
 
-    parameters = measurement.Parameters(rooms, tuple(in_flight), page_bytes, repeats)
+    clocks = cast("tuple[measurement.From, ...]", tuple(one.value for one in measured_from))
+    parameters = measurement.Parameters(rooms, tuple(in_flight), page_bytes, repeats, clocks, tuple(waiting))
     with progress() as watch:
         results = measurement.measure(setup, parameters, watch)
-    _tell("bench rooms", setup, parameters, results, [*measurement.table(results), *_lack(backend)], json_file)
+    _tell("bench rooms", setup, parameters, results, [*measurement.table(results), *_lack(backend)], json_file, html_file)
 
 
 @bench.command()
@@ -75,6 +111,7 @@ def bandwidth(
     host: Host = "127.0.0.1",
     timeout: Timeout = 120.0,
     json_file: JsonFile = None,
+    html_file: HtmlFile = None,
 ) -> None:
     """Bytes a second, and CPU time a GiB on both sides, for pages of several sizes. Beside it, the same bytes by the engine alone."""
     setup = _setup(context, backend, options, host, timeout)
@@ -83,7 +120,7 @@ def bandwidth(
     parameters = measurement.Parameters(tuple(page_bytes), room_bytes, repeats, tuple(one.value for one in order))
     with progress() as watch:
         results = measurement.measure(setup, parameters, watch)
-    _tell("bench bandwidth", setup, parameters, results, [*measurement.table(results), *_lack(backend)], json_file)
+    _tell("bench bandwidth", setup, parameters, results, [*measurement.table(results), *_lack(backend)], json_file, html_file)
 
 
 @bench.command()
@@ -96,6 +133,7 @@ def idle(
     host: Host = "127.0.0.1",
     timeout: Timeout = 120.0,
     json_file: JsonFile = None,
+    html_file: HtmlFile = None,
 ) -> None:
     """CPU share of both processes while nothing moves: without rooms, and with many that wait."""
     if window >= timeout:
@@ -106,7 +144,7 @@ def idle(
     parameters = measurement.Parameters(rooms, window)
     with progress() as watch:
         results = measurement.measure(setup, parameters, watch)
-    _tell("bench idle", setup, parameters, results, measurement.table(results), json_file)
+    _tell("bench idle", setup, parameters, results, measurement.table(results), json_file, html_file)
 
 
 @bench.command()
@@ -119,6 +157,7 @@ def abort(
     host: Host = "127.0.0.1",
     timeout: Timeout = 120.0,
     json_file: JsonFile = None,
+    html_file: HtmlFile = None,
 ) -> None:
     """The time until the other side of a room knows of an abort, of either side, while many rooms are live."""
     setup = _setup(context, backend, options, host, timeout)
@@ -127,7 +166,7 @@ def abort(
     parameters = measurement.Parameters(rooms, repeats=repeats)
     with progress() as watch:
         results = measurement.measure(setup, parameters, watch)
-    _tell("bench abort", setup, parameters, results, measurement.table(results), json_file)
+    _tell("bench abort", setup, parameters, results, measurement.table(results), json_file, html_file)
 
 
 @bench.command()
@@ -145,10 +184,12 @@ def trace(
     token_ms: Annotated[float, typer.Option(callback=positive, help="Decode holds pages for so long for each token of output.")] = 20.0,
     limit_ms: Annotated[float, typer.Option(callback=positive, help="A request is good if it takes no longer, from arrival on.")] = 100.0,
     step_ms: Annotated[float, typer.Option(callback=positive, help="How often the schedulers look at their rooms.")] = 0.5,
+    repeats: Annotated[int, typer.Option(min=1, max=1000, help="How often it is played.")] = 3,
     options: Options = None,
     host: Host = "127.0.0.1",
     timeout: Timeout = 120.0,
     json_file: JsonFile = None,
+    html_file: HtmlFile = None,
 ) -> None:
     """Play a trace of requests in time: queueing, transfer, goodput, what decode had already. Beside it, the engine alone."""
     if 512 % page_tokens:
@@ -156,14 +197,19 @@ def trace(
     setup = _setup(context, backend, options, host, timeout)
     from kvcore.bench import trace as measurement
 
-    parameters = measurement.Parameters(str(trace), requests, speed, page_tokens, page_bytes, memory, token_ms, limit_ms, step_ms)
+    pages = (page_tokens, page_bytes, memory)
+    parameters = measurement.Parameters(str(trace), requests, speed, *pages, token_ms, limit_ms, step_ms, repeats)
     with progress() as watch:
         results = measurement.measure(setup, parameters, watch)
-    _tell("bench trace", setup, parameters, results, [*measurement.table(results), *_lack(backend)], json_file)
+    _tell("bench trace", setup, parameters, results, [*measurement.table(results), *_lack(backend)], json_file, html_file)
 
 
 @bench.command()
-def plan(repeats: Annotated[int, typer.Option(min=1, help="How often each chunk is planned.")] = 30, json_file: JsonFile = None) -> None:
+def plan(
+    repeats: Annotated[int, typer.Option(min=1, help="How often each chunk is planned.")] = 30,
+    json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+) -> None:
     """Median times of the planner, in this process, without a backend. Exits 1 if one misses its target."""
     from kvcore.bench import plan as measurement
 
@@ -171,9 +217,27 @@ def plan(repeats: Annotated[int, typer.Option(min=1, help="How often each chunk 
     with progress() as watch:
         watch("measuring", "the planner")
         results = measurement.measure(parameters)
-    _tell("bench plan", None, parameters, results, measurement.table(results), json_file)
+    _tell("bench plan", None, parameters, results, measurement.table(results), json_file, html_file)
     if any(result.missed for result in results):
         raise typer.Exit(1)
+
+
+@bench.command()
+def compare(a: Report, b: Report, json_file: JsonFile = None) -> None:
+    """Two reports of the same command, written with --json: of every figure B / A with its spread, and what else differs."""
+    from kvcore.bench import compare as comparing
+
+    found = comparing.compare(a, b)
+    if not write_json(json_file, asdict(found)):
+        typer.echo("\n".join(comparing.table(found)))
+
+
+@bench.command()
+def schema() -> None:
+    """The JSON Schema of what --json writes."""
+    from kvcore.bench import report
+
+    typer.echo(json.dumps(report.schema(), indent=2))
 
 
 def _setup(context: typer.Context, backend: str, options: dict[str, Any] | None, host: str, patience_s: float) -> Setup:
@@ -188,11 +252,24 @@ def _fit(nbytes: int, option: str, what: str) -> None:
         raise typer.BadParameter(f"{what} makes a pool of {nbytes} bytes, above {MOST_BYTES}", param_hint=option)
 
 
-def _tell(command: str, setup: Setup | None, parameters: Any, results: list[Any], table: Iterable[str], json_file: Path | None) -> None:
+def _tell(
+    command: str,
+    setup: Setup | None,
+    parameters: Any,
+    results: list[Any],
+    table: Iterable[str],
+    json_file: Path | None,
+    html_file: Path | None,
+) -> None:
     from kvcore.bench.report import report
 
-    if not write_json(json_file, report(command, setup, parameters, results)):
-        typer.echo("\n".join(table))
+    found, lines = report(command, setup, parameters, results), list(table)
+    if html_file is not None:
+        from kvcore.bench.page import page
+
+        write(html_file, page(found, lines), "--html")
+    if not write_json(json_file, asdict(found)):
+        typer.echo("\n".join(lines))
 
 
 def _lack(backend: str) -> list[str]:

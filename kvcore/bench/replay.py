@@ -1,5 +1,5 @@
 """What prefill and decode do in ``bench trace``. Both open a request when it arrives, and give out pages in the order of arrival; a request
-without pages waits. Pages lie scattered, as after long service. At last they play the same transfers again by the engine alone."""
+without pages waits. Pages lie scattered, as after long service. Between repeats the engine alone moves the same pages."""
 
 from __future__ import annotations
 
@@ -13,32 +13,25 @@ import numpy as np
 
 import kvcore
 from kvcore.bench.bandwidth import listed
-from kvcore.bench.floor import Raw, raw
+from kvcore.bench.floor import Beside
 from kvcore.bench.prefix_cache import Lease, PrefixCache
 from kvcore.bench.scheduler import Scheduler, Settings
-from kvcore.bench.setup import Address, finish, manager, orders
+from kvcore.bench.setup import WAIT_S, manager, orders
+from kvcore.bench.trace_floor import DecodeTurns, Moved, PrefillTurns
+from kvcore.bench.waiting import Opener
 from kvcore.buffers import Buffer, memory_kinds
 from kvcore.memory import Indices
 from kvcore.sides import Link, ToolError
 from kvcore.states import KVPoll, Side
 
-LONGEST_S = 86_400.0
-"""For a room to wait for pages: the limits of rooms are no part of what is measured."""
 POOL = "kv"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Moved:
-    """To a side: the other's pages, by request, so that the engine alone can move the same."""
-
-    pages: list[Indices]
 
 
 class Prefill(Scheduler):
     """Sends a request's pages as soon as they are written and decode has said how many of them it has already."""
 
-    def __init__(self, mine: kvcore.KVManager, buffer: Buffer, settings: Settings) -> None:
-        super().__init__(mine, buffer, settings)
+    def __init__(self, opener: Opener, mine: kvcore.KVManager, buffer: Buffer, settings: Settings, attempt: int) -> None:
+        super().__init__(opener, mine, buffer, settings, attempt)
         self._free = listed("scattered", "prefill", self.parameters.pages).tolist()
         self._waiting = deque[tuple[int, kvcore.Sender]]()
         self._writing = deque[tuple[int, kvcore.Sender, Indices, Future[float]]]()
@@ -55,7 +48,9 @@ class Prefill(Scheduler):
         return 0.0 if self._writing or self._live or self._ended else float("inf")
 
     def open(self, number: int) -> None:
-        self._waiting.append((number, self.mine.sender(number + 1)))
+        sender = self.room(number)
+        assert isinstance(sender, kvcore.Sender)
+        self._waiting.append((number, sender))
 
     def step(self) -> None:
         senders = list(self._live)
@@ -114,9 +109,8 @@ class Held:
 class Decode(Scheduler):
     """Takes what is missing of a request, and holds its pages while it would be decoded."""
 
-    def __init__(self, mine: kvcore.KVManager, buffer: Buffer, settings: Settings, prefill: str) -> None:
-        super().__init__(mine, buffer, settings)
-        self._prefill = prefill
+    def __init__(self, opener: Opener, mine: kvcore.KVManager, buffer: Buffer, settings: Settings, attempt: int) -> None:
+        super().__init__(opener, mine, buffer, settings, attempt)
         self._cache = PrefixCache(listed("scattered", "decode", self.parameters.pages).tolist())
         self._waiting = deque[tuple[int, kvcore.Receiver]]()
         self._live: dict[kvcore.Receiver, tuple[int, Lease]] = {}
@@ -131,7 +125,9 @@ class Decode(Scheduler):
         return 0.0 if self._live else self._held[0].until_s if self._held else float("inf")
 
     def open(self, number: int) -> None:
-        self._waiting.append((number, self.mine.receiver(number + 1, prefill=self._prefill)))
+        receiver = self.room(number)
+        assert isinstance(receiver, kvcore.Receiver)
+        self._waiting.append((number, receiver))
 
     def step(self) -> None:
         receivers = list(self._live)
@@ -185,47 +181,20 @@ def work(side: Side, settings: Settings, link: Link) -> None:
     """One of the two processes."""
     setup, parameters, _ = settings
     buffer = Buffer(memory_kinds(setup.backend), parameters.pages, parameters.page_bytes)
-    with manager(side, replace(setup, patience_s=LONGEST_S), buffer) as mine:
-        if side == "prefill":
-            link.tell(Address(mine.address))
-            with mine.sender(0) as sender:  # so that the two are paired
-                sender.send([0], last=True)
-                finish(sender, setup)
-            scheduler: Scheduler = Prefill(mine, buffer, settings)
-        else:
-            address = link.hear(Address).text
-            with mine.receiver(0, prefill=address) as receiver:
-                receiver.receive([0])
-                finish(receiver, setup)
-            scheduler = Decode(mine, buffer, settings, address)
-        scheduler.play(link)
-        link.tell(scheduler.played)
-        theirs = link.hear(Moved).pages
-        with raw(side, setup, buffer, link) as floor:
-            moved = [(mine, other) for mine, other in zip(scheduler.played.moved, theirs, strict=True) if mine.size]
-            (_write if side == "prefill" else _serve)(floor, moved, buffer, scheduler, link)
-
-
-def _write(floor: Raw | None, moved: list[tuple[Indices, Indices]], buffer: Buffer, scheduler: Scheduler, link: Link) -> None:
-    """Prefill's turns of the engine alone, over pages whose content is that of their number."""
-    every = np.unique(np.concatenate([mine for mine, _ in moved]))
-    scheduler.content.write(buffer, every, every)
-    transfers = [floor.transfer(*pages) for pages in moved] if floor else []
-    for go in orders(link):
-        assert floor is not None
-        link.tell(floor.write(go.way, transfers))
-
-
-def _serve(floor: Raw | None, moved: list[tuple[Indices, Indices]], buffer: Buffer, scheduler: Scheduler, link: Link) -> None:
-    """Decode's turns of the engine alone. A page that is written more than once is compared with what came last."""
-    pages = scheduler.parameters.pages
-    last = np.full(pages, -1, np.int64)
-    for mine, theirs in moved:
-        last[mine] = theirs
-    written = np.flatnonzero(last >= 0)
-    for _ in orders(link):
-        assert floor is not None
-        scheduler.content.write(buffer, written, last[written] + pages)  # that of no page
-        measured = floor.serve()
-        scheduler.content.check(buffer, written, last[written], scheduler.setup)
-        link.tell(measured)
+    kind, turns = (Prefill, PrefillTurns) if side == "prefill" else (Decode, DecodeTurns)
+    with manager(side, replace(setup, patience_s=WAIT_S), buffer) as mine:  # a request may wait long for pages
+        opener = Opener(mine, side, link)
+        opener.meet(setup)
+        with Beside(side, setup, buffer, link) as beside:
+            floor, repeat = turns(beside, buffer, settings), 0
+            for go in orders(link):
+                if go.way:
+                    link.tell(floor.take(go.way))
+                    continue
+                if repeat:
+                    buffer.clear()
+                scheduler = kind(opener, mine, buffer, settings, repeat)
+                scheduler.play(link)
+                link.tell(scheduler.played)
+                floor.follow(scheduler.played.moved, link.hear(Moved).pages)
+                repeat += 1

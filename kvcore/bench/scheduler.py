@@ -20,6 +20,7 @@ import kvcore
 from kvcore.bench.page_content import PageContent
 from kvcore.bench.setup import Clock, Ready, Setup
 from kvcore.bench.trace_file import BLOCK_TOKENS, Request
+from kvcore.bench.waiting import Opener
 from kvcore.buffers import Buffer
 from kvcore.memory import Indices
 from kvcore.sides import Link
@@ -35,7 +36,7 @@ class Parameters:
     """``requests``: at most so many. ``speed``: how many times as fast as in the trace requests come and are decoded. ``memory_bytes`` of
     each side, in pages of ``page_tokens`` tokens and ``page_bytes`` bytes. ``token_ms``: how long decode holds a request's pages for each
     token of its output. ``limit_ms``: a request that takes longer from arrival to SUCCESS does not count as good. ``step_ms``: how often
-    a scheduler looks at its rooms."""
+    a scheduler looks at its rooms. ``repeats``: how often all of it is played, each time with nothing in decode's memory."""
 
     trace: str
     requests: int = 1000
@@ -46,6 +47,7 @@ class Parameters:
     token_ms: float = 20.0
     limit_ms: float = 100.0
     step_ms: float = 0.5
+    repeats: int = 3
 
     @property
     def pages(self) -> int:
@@ -62,9 +64,9 @@ class Begin:
 
 @dataclass(slots=True, eq=False)
 class Played:
-    """From a side, by request: when it had pages for it, and when these were complete (on prefill written, on decode SUCCESS), in seconds
-    from the beginning; and the pages that moved, in order. Then the most pages in use and in quarantine, and CPU seconds, those of
-    writing and comparing left out."""
+    """From a side that has played once, by request: when it had pages for it, and when these were complete (on prefill written, on decode
+    SUCCESS), in seconds from the beginning; and the pages that moved, in order. Then the most pages in use and in quarantine, and CPU
+    seconds, those of writing and comparing left out."""
 
     placed_s: Seconds
     complete_s: Seconds
@@ -102,9 +104,10 @@ Settings = tuple[Setup, Parameters, Sequence[Request]]
 class Scheduler(ABC):
     """One side. ``step`` is what a serving engine does between two forward passes: nothing in it blocks."""
 
-    def __init__(self, mine: kvcore.KVManager, buffer: Buffer, settings: Settings) -> None:
+    def __init__(self, opener: Opener, mine: kvcore.KVManager, buffer: Buffer, settings: Settings, attempt: int) -> None:
         self.mine, self.buffer = mine, buffer
         self.setup, self.parameters, self.requests = settings
+        self._opener, self._attempt = opener, attempt
         count = len(self.requests)
         self.played = Played(np.zeros(count), np.zeros(count), [np.empty(0, np.int64)] * count)
         self.content = PageContent(self.parameters.page_bytes)
@@ -128,6 +131,10 @@ class Scheduler(ABC):
     @abstractmethod
     def due_s(self) -> float:
         """When there may be something to do, if nothing arrives; the past if rooms are under way."""
+
+    def room(self, number: int) -> kvcore.Handle:
+        """A request's room, open on this side."""
+        return self._opener.open(number + 1, self._attempt)
 
     def now(self) -> float:
         """Seconds since the beginning."""
@@ -162,4 +169,5 @@ class Scheduler(ABC):
 
     def _look(self, link: Link, arrived: int) -> None:
         self.played.quarantined_most = max(self.played.quarantined_most, self.mine.stats().quarantined_pages)
-        link.progress(f"{arrived - self.left} of {len(self.requests)} requests are over, {self.left} under way")
+        done = f"{arrived - self.left} of {len(self.requests)} requests are over, {self.left} under way"
+        link.progress(f"repeat {self._attempt + 1} of {self.parameters.repeats}: {done}")
