@@ -191,8 +191,7 @@ def work(side: Side, settings: Settings, link: Link) -> None:
                 if go.way:
                     link.tell(floor.take(go.way))
                     continue
-                if repeat:
-                    buffer.clear()
+                buffer.clear()  # so that nothing is there, and the kernel has given all of the memory
                 scheduler = kind(opener, mine, buffer, settings, repeat)
                 scheduler.play(link)
                 link.tell(scheduler.played)
