@@ -80,12 +80,12 @@ MEASUREMENTS = {
     "bench kill": Measurement(
         "kill",
         ("struck", "signal", "stage"),
-        "How long it takes until the rooms of one side have failed with a reason after the other side's process was killed (SIGKILL) or fell "
-        "silent (SIGSTOP): until a thread that waits for the room has seen FAILED. A third of the rooms are open on both sides, a third "
-        "are also published, and of a third a first chunk has been moved.",
+        "How long it takes until the rooms of one side have failed with a reason after the other side's process was killed (SIGKILL) or "
+        "fell silent (SIGSTOP): until a thread that waits for the room has seen FAILED. A third of the rooms are open on both sides, a "
+        "third are also published, and of a third a first chunk has been moved.",
         (
-            "That a process is gone is seen on the same host before the liveness limit; across hosts there is only its silence, for which a "
-            "process stands here that is stopped.",
+            "That a process is gone is seen on the same host before the liveness limit; across hosts there is only its silence, for which "
+            "a process stands here that is stopped.",
             SPREAD,
         ),
     ),
