@@ -25,7 +25,7 @@ INKS = ("text", "dim", "line", "back", "prefill", "decode", "kvcore", "raw", "ba
 """Colours of the style sheet; each is drawn in a colour that nothing else has, and replaced."""
 INK = {name: f"#0102{number:02x}" for number, name in enumerate(INKS)}
 LINES = [name for name in INKS if name.startswith("c")]
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "font.family": "sans-serif",
     "font.size": 11,
@@ -144,9 +144,12 @@ def _cpu(named: Sequence[tuple[str, Result]]) -> Iterator[tuple[str, str]]:
     field = next((name.removeprefix("prefill_") for name in named[0][1] if name.startswith("prefill_cpu")), None)
     if field is None:
         return
-    rows = [(name, result) for name, result in named]
-    alone = next((name.removeprefix("prefill_") for name in named[0][1].get("raw") or () if name.startswith("prefill_cpu")), field)
-    bars = [bar for name, result in rows for bar in ((name, result, field), ("engine alone", result.get("raw"), alone)) if bar[1]]
+    alone = next((name.removeprefix("prefill_") for name in named[0][1].get("raw") or () if name.startswith("prefill_cpu")), "")
+    bars: list[tuple[str, Result, str]] = []
+    for name, result in named:
+        bars.append((name, result, field))
+        if result.get("raw"):
+            bars.append(("engine alone", result["raw"], alone))
 
     def draw(axes: Axes) -> None:
         left = [0.0] * len(bars)
