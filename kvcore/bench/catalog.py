@@ -111,9 +111,40 @@ MEASUREMENTS = {
 }
 
 
+WORDS = {
+    "rooms": "rooms",
+    "in_flight": "rooms in flight",
+    "page_bytes": "bytes of a page",
+    "room_bytes": "bytes of a room",
+    "order": "how pages lie",
+    "repeats": "repeats, after one for warming up",
+    "measured_from": "the clock starts at",
+    "waiting": "rooms that wait meanwhile",
+    "gap_s": "seconds from abort to abort",
+    "window_s": "seconds looked at",
+    "options": "options of the backend",
+    "host": "address that both processes use",
+}
+"""Parameters, for people; others by their names."""
+
+NAMES = {
+    "in_flight": "{} in flight",
+    "waiting": "{} waiting",
+    "measured_from": "from {}",
+    "page_bytes": "pages of {} bytes",
+    "aborted_by": "aborted by {}",
+    "rooms": "{} rooms",
+    "pages": "{} pages",
+    "regions": "{} regions",
+    "cut": "batches of {}",
+    "ranks": "{} ranks",
+}
+"""What a result is of, for people."""
+
+
 def _said(name: str, value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(_said(*each) for each in value.items() if each[1] is not None and each[0] != "target_ms")
     if isinstance(value, bool):
         return name if value else f"not {name}"
-    return str(value) if isinstance(value, str) else f"{name.replace('_', ' ')} {value}"
+    return NAMES.get(name, "{}").format(value)
