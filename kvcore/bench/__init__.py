@@ -7,4 +7,8 @@ results, a ``table`` of them for people, and what its two processes do; it stand
 What they tell is in ``report.py``, the JSON object that all write and its schema, ``page.py`` and ``plots.py``, the page for people, and
 ``compare.py``. These know a result by the names of its fields alone: a figure ``x`` with its unit at the end, ``x_each`` with every repeat,
 ``…_percentiles`` from 0 to 100, ``raw`` and ``bare`` for the floors.
+
+Rooms of one side are opened by ``waiting.py``, which also keeps many that wait, and carried by ``loop.py``. Those of ``trace.py`` are in
+``replay.py``, each a ``scheduler.py``, and ``trace_floor.py``, with the requests of ``trace_file.py``, the pages of ``prefix_cache.py`` and
+``page_content.py``.
 """
