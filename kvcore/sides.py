@@ -131,6 +131,7 @@ class Sides(Generic[S]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for process, _ in self._struck:
             process.kill()
+            process.join(STOP_S)
         for process in self._processes.values():
             process.terminate()
         for process in self._processes.values():

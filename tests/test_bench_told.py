@@ -29,13 +29,15 @@ QUICK = {
     "bench rooms": ("--rooms", "12", "--repeats", "2", "--page-bytes", "512", "--in-flight", "1", "--in-flight", "4"),
     "bench bandwidth": ("--page-bytes", "4096", "--page-bytes", "65536", "--room-bytes", "131072", "--repeats", "2"),
     "bench abort": ("--rooms", "10", "--repeats", "2"),
-    "bench idle": ("--rooms", "3", "--window", "1"),
+    "bench kill": ("--rooms", "2", "--liveness", "1", "--repeats", "1"),
+    "bench idle": ("--rooms", "3", "--window", "1", "--repeats", "2"),
     "bench plan": ("--repeats", "2"),
 }
 PLOTS = {
     "bench rooms": ["Distribution of latency", "Rooms a second", "A room beside the wire", "CPU"],
     "bench bandwidth": ["Throughput, pages scattered", "CPU"],
     "bench abort": ["Distribution of time"],
+    "bench kill": ["Each case"],
     "bench idle": ["CPU"],
     "bench plan": ["Each case"],
 }
