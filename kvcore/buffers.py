@@ -52,6 +52,13 @@ class Buffer:
             torch = importlib.import_module("torch")
             self.tensor[torch.from_numpy(pages)] = torch.from_numpy(content).to(self.tensor.device)
 
+    def take(self, pages: Indices) -> Bytes:
+        """A copy of the bytes of some pages."""
+        if isinstance(self.tensor, np.ndarray):
+            return self.read()[pages]
+        found: Bytes = self.tensor[importlib.import_module("torch").from_numpy(pages)].cpu().numpy()
+        return found
+
     def clear(self) -> None:
         """Make all bytes zero."""
         self.tensor[:] = 0

@@ -28,6 +28,13 @@ def seconds(value: float) -> float:
     return value
 
 
+def positive(value: float) -> float:
+    """An option's callback likewise, for what only has to be above 0."""
+    if not math.isfinite(value) or value <= 0:
+        raise typer.BadParameter(f"{value:g} is not a number above 0")
+    return value
+
+
 def _read_options(file: str) -> dict[str, Any]:
     """A backend's options from a TOML file, read once, since it may be a pipe. What cannot be read is wrong usage."""
     try:

@@ -245,3 +245,5 @@ def test_memory_of_torch_is_written_cleared_and_read_like_numpys(monkeypatch: py
         assert np.array_equal(buffer.read(), content)
         buffer.clear()
         assert not buffer.read().any()
+        buffer.put(np.array([3, 1]), content[:2])
+        assert np.array_equal(buffer.take(np.array([1, 3, 0])), [content[1], content[0], np.zeros(32)])

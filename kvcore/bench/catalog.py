@@ -84,6 +84,23 @@ MEASUREMENTS = {
         "threads included, without rooms and with many that wait.",
         ("100 % would be one core that is always busy.", SPREAD),
     ),
+    "bench trace": Measurement(
+        "trace",
+        ("requests",),
+        "How a trace of requests goes from a prefill to a decode process when each comes at its time: how long it queues for pages, how "
+        "long its transfer takes, how many end within a limit, and what was not sent since decode still had it. Every page, sent or "
+        "skipped, is compared with what it ought to be, on a thread beside the measured loops.",
+        (
+            "Queueing is from a request's arrival until both sides have pages for it; transfer from when prefill has also written them "
+            "until decode's loop sees SUCCESS; total is all of it.",
+            "A request is good if its total is within the limit.",
+            "CPU time is that of the whole process, all its threads, without writing and comparing pages.",
+            *BESIDE,
+            "The engine alone moves the pages of one request after the other, while requests of a trace come at their own times, some "
+            "of them together.",
+            SPREAD,
+        ),
+    ),
     "bench plan": Measurement(
         "plan",
         ("case",),
@@ -104,6 +121,13 @@ WORDS = {
     "waiting": "rooms that wait meanwhile",
     "gap_s": "seconds from abort to abort",
     "window_s": "seconds looked at",
+    "requests": "requests at most",
+    "speed": "times as fast as in the trace",
+    "page_tokens": "tokens of a page",
+    "memory_bytes": "bytes of either side's memory",
+    "token_ms": "milliseconds that decode holds pages for each token of output",
+    "limit_ms": "milliseconds that a good request may take",
+    "step_ms": "milliseconds from look to look at the rooms",
     "options": "options of the backend",
     "host": "address that both processes use",
 }
@@ -116,6 +140,7 @@ NAMES = {
     "page_bytes": "pages of {} bytes",
     "aborted_by": "aborted by {}",
     "rooms": "{} rooms",
+    "requests": "{} requests",
     "pages": "{} pages",
     "regions": "{} regions",
     "cut": "batches of {}",

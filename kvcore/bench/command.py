@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from kvcore.cli_options import Backend, Host, JsonFile, Options, Timeout, folder_exists, seconds, write, write_json
+from kvcore.cli_options import Backend, Host, JsonFile, Options, Timeout, folder_exists, positive, seconds, write, write_json
 from kvcore.installed import find_backend
 from kvcore.progress import progress
 from kvcore.sides import ToolError
@@ -45,7 +45,7 @@ ORDER = [Order.SCATTERED]
 FROM = [From.OPEN, From.RECEIVE]
 WAITING = [0]
 
-bench = typer.Typer(name="bench", help="Measure: rooms a second, bandwidth, aborts, the cost of waiting, the planner; compare.")
+bench = typer.Typer(name="bench", help="Measure: rooms a second, bandwidth, a trace of requests, aborts, waiting, the planner; compare.")
 
 Report = Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, help="What one of the other commands has written with --json.")]
 
@@ -167,6 +167,41 @@ def abort(
     with progress() as watch:
         results = measurement.measure(setup, parameters, watch)
     _tell("bench abort", setup, parameters, results, measurement.table(results), json_file, html_file)
+
+
+@bench.command()
+def trace(
+    context: typer.Context,
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", exists=True, dir_okay=False, readable=True, help="Requests in Mooncake's format, one a line.")
+    ],
+    backend: Backend = "local",
+    requests: Annotated[int, typer.Option(min=1, max=MOST_ROOMS, help="At most so many, the first ones.")] = 1000,
+    speed: Annotated[float, typer.Option(callback=positive, help="So many times as fast as in the trace.")] = 10.0,
+    page_tokens: Annotated[int, typer.Option(min=1, max=512, help="Tokens of a page; 512 must be a multiple of it.")] = 64,
+    page_bytes: Annotated[int, typer.Option(min=1, max=MOST_BYTES, help="Bytes of a page.")] = 16384,
+    memory: Annotated[int, typer.Option(min=1, max=MOST_BYTES, help="Bytes of either side's pool.")] = 256 << 20,
+    token_ms: Annotated[float, typer.Option(callback=positive, help="Decode holds pages for so long for each token of output.")] = 20.0,
+    limit_ms: Annotated[float, typer.Option(callback=positive, help="A request is good if it takes no longer, from arrival on.")] = 100.0,
+    step_ms: Annotated[float, typer.Option(callback=positive, help="How often the schedulers look at their rooms.")] = 0.5,
+    repeats: Annotated[int, typer.Option(min=1, max=1000, help="How often it is played.")] = 3,
+    options: Options = None,
+    host: Host = "127.0.0.1",
+    timeout: Timeout = 120.0,
+    json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+) -> None:
+    """Play a trace of requests in time: queueing, transfer, goodput, what decode had already. Beside it, the engine alone."""
+    if 512 % page_tokens:
+        raise typer.BadParameter(f"512, the tokens of a block of the trace, is no multiple of {page_tokens}", param_hint="--page-tokens")
+    setup = _setup(context, backend, options, host, timeout)
+    from kvcore.bench import trace as measurement
+
+    pages = (page_tokens, page_bytes, memory)
+    parameters = measurement.Parameters(str(trace), requests, speed, *pages, token_ms, limit_ms, step_ms, repeats)
+    with progress() as watch:
+        results = measurement.measure(setup, parameters, watch)
+    _tell("bench trace", setup, parameters, results, [*measurement.table(results), *_lack(backend)], json_file, html_file)
 
 
 @bench.command()
