@@ -129,19 +129,20 @@ def idle(
     backend: Backend = "local",
     rooms: Annotated[int, typer.Option(min=1, max=MOST_ROOMS, help="Rooms that wait.")] = 5000,
     window: Annotated[float, typer.Option(callback=seconds, help="Seconds to look at the clocks for.")] = 5.0,
+    repeats: Annotated[int, typer.Option(min=1, max=1000, help="How many such windows.")] = 3,
     options: Options = None,
     host: Host = "127.0.0.1",
     timeout: Timeout = 120.0,
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
 ) -> None:
-    """CPU share of both processes while nothing moves: without rooms, and with many that wait."""
+    """CPU share and memory of both processes while nothing moves, and the time of one poll_all: without rooms, and with many that wait."""
     if window >= timeout:
         raise typer.BadParameter(f"{window:g} s is not below the {timeout:g} s of --timeout", param_hint="--window")
     setup = _setup(context, backend, options, host, timeout)
     from kvcore.bench import idle as measurement
 
-    parameters = measurement.Parameters(rooms, window)
+    parameters = measurement.Parameters(rooms, window, repeats)
     with progress() as watch:
         results = measurement.measure(setup, parameters, watch)
     _tell("bench idle", setup, parameters, results, measurement.table(results), json_file, html_file)
@@ -167,6 +168,31 @@ def abort(
     with progress() as watch:
         results = measurement.measure(setup, parameters, watch)
     _tell("bench abort", setup, parameters, results, measurement.table(results), json_file, html_file)
+
+
+@bench.command()
+def kill(
+    context: typer.Context,
+    backend: Backend = "local",
+    rooms: Annotated[int, typer.Option(min=1, max=100_000, help="Rooms that are live at each of three stages.")] = 100,
+    liveness: Annotated[float, typer.Option(callback=seconds, help="The limit liveness_s of both sides.")] = 2.0,
+    repeats: Annotated[int, typer.Option(min=1, max=1000, help="How often each side is struck by each signal.")] = 3,
+    options: Options = None,
+    host: Host = "127.0.0.1",
+    timeout: Timeout = 120.0,
+    json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+) -> None:
+    """The time until rooms have failed with a reason after the other side's process was killed, or stopped."""
+    if liveness >= timeout:
+        raise typer.BadParameter(f"{liveness:g} s is not below the {timeout:g} s of --timeout", param_hint="--liveness")
+    setup = _setup(context, backend, options, host, timeout)
+    from kvcore.bench import kill as measurement
+
+    parameters = measurement.Parameters(rooms, liveness, repeats)
+    with progress() as watch:
+        results = measurement.measure(setup, parameters, watch)
+    _tell("bench kill", setup, parameters, results, measurement.table(results), json_file, html_file)
 
 
 @bench.command()
