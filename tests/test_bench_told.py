@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,27 +18,33 @@ import pytest
 import typer
 
 from kvcore import cli
-from kvcore.bench import compare, plan
+from kvcore.bench import compare, kill, plan
 from kvcore.bench.catalog import MEASUREMENTS
 from kvcore.bench.command import bench
 from kvcore.bench.page import page
-from kvcore.bench.report import Figure, Report, figures, read, schema
+from kvcore.bench.report import Figure, Report, figures, read, report, schema
+from kvcore.bench.setup import Setup
+from kvcore.progress import unwatched
 from tests.commands import kvcore, one_line
 
 QUICK = {
     "bench rooms": ("--rooms", "12", "--repeats", "2", "--page-bytes", "512", "--in-flight", "1", "--in-flight", "4"),
     "bench bandwidth": ("--page-bytes", "4096", "--page-bytes", "65536", "--room-bytes", "131072", "--repeats", "2"),
     "bench abort": ("--rooms", "10", "--repeats", "2"),
-    "bench kill": ("--rooms", "2", "--liveness", "1", "--repeats", "1"),
     "bench idle": ("--rooms", "3", "--window", "1", "--repeats", "2"),
+    "bench trace": ("examples/trace.jsonl", "--requests", "8", "--repeats", "2", "--speed", "100"),
     "bench plan": ("--repeats", "2"),
 }
+KILL = kill.Parameters(rooms=1, liveness_s=1.0, repeats=1, signals=("SIGKILL",))
+"""That one takes long by the command, which lets both sides fall silent too."""
+MEASURED = (*QUICK, "bench kill")
 PLOTS = {
     "bench rooms": ["Distribution of latency", "Rooms a second", "A room beside the wire", "CPU"],
     "bench bandwidth": ["Throughput, pages scattered", "CPU"],
     "bench abort": ["Distribution of time"],
-    "bench kill": ["Each case"],
     "bench idle": ["CPU"],
+    "bench kill": ["Each case"],
+    "bench trace": ["Distribution of queueing and transfer and total", "CPU"],
     "bench plan": ["Each case"],
 }
 TELLING = ("compare", "schema")
@@ -58,7 +64,17 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         return path
 
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip(QUICK, pool.map(run, QUICK), strict=True))
+        found = dict(zip(QUICK, pool.map(run, QUICK), strict=True))
+    return found | {"bench kill": write_kill(folder / "bench kill.json")}
+
+
+def write_kill(path: Path) -> Path:
+    setup = Setup("local")
+    results = kill.measure(setup, KILL, unwatched)
+    found = report("bench kill", setup, KILL, results)
+    path.with_suffix(".html").write_text(page(found, [*kill.table(results)]))
+    path.write_text(json.dumps(asdict(found)))
+    return path
 
 
 def loaded(path: Path) -> dict[str, Any]:
@@ -80,7 +96,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_every_command_that_measures_is_in_the_catalog() -> None:
     group = typer.main.get_command(bench)
     commands = {f"bench {name}" for name in group.commands} - {f"bench {name}" for name in TELLING}  # type: ignore[attr-defined]
-    assert commands == set(MEASUREMENTS) == set(QUICK)
+    assert commands == set(MEASUREMENTS) == set(MEASURED)
 
 
 def test_the_schema_is_printed_and_is_one() -> None:
@@ -90,7 +106,7 @@ def test_the_schema_is_printed_and_is_one() -> None:
     jsonschema.Draft202012Validator.check_schema(schema())
 
 
-@pytest.mark.parametrize("command", QUICK)
+@pytest.mark.parametrize("command", MEASURED)
 def test_what_is_written_is_as_the_schema_says(command: str, written: dict[str, Path]) -> None:
     found = loaded(written[command])
     jsonschema.validate(found, schema())
@@ -107,15 +123,15 @@ def test_what_is_written_is_as_the_schema_says(command: str, written: dict[str, 
             jsonschema.validate({**found, **spoil}, schema())
 
 
-@pytest.mark.parametrize("command", QUICK)
+@pytest.mark.parametrize("command", MEASURED)
 def test_each_result_has_a_name_of_its_own_and_every_repeat(command: str, written: dict[str, Path]) -> None:
-    report = read(written[command])
-    names = [MEASUREMENTS[command].name(result) for result in report.results]
+    told = read(written[command])
+    names = [MEASUREMENTS[command].name(result) for result in told.results]
     assert len(set(names)) == len(names) and all(names)
-    repeats = report.parameters.get("repeats")
-    every = [each for result in report.results for one in lists(result) for each in one]
+    repeats = told.parameters.get("repeats")
+    every = [each for result in told.results for one in lists(result) for each in one]
     assert all(len(one) == repeats for one in every if one) if repeats is not None else not every
-    for result in report.results:
+    for result in told.results:
         assert any(figure.each for figure in figures(result)) == (repeats is not None)
 
 
@@ -175,19 +191,19 @@ def texts(drawing: ElementTree.Element) -> list[str]:
     return ["".join(each.itertext()) for each in drawing.iter() if each.tag.endswith("}text")]
 
 
-@pytest.mark.parametrize("command", QUICK)
+@pytest.mark.parametrize("command", MEASURED)
 def test_a_page_has_what_was_measured_and_its_plots(command: str, written: dict[str, Path]) -> None:
-    report, text = read(written[command]), written[command].with_suffix(".html").read_text()
+    told, text = read(written[command]), written[command].with_suffix(".html").read_text()
     seen = Seen(text)
     assert [title for drawing in drawings(text) for title in texts(drawing) if title in PLOTS[command]] == PLOTS[command]
     said = " ".join(seen.texts)
-    for each in (command, MEASUREMENTS[command].what, report.machine.processor, report.versions["kvcore"], report.taken):
+    for each in (command, MEASUREMENTS[command].what, told.machine.processor, told.versions["kvcore"], told.taken):
         assert each in said
-    assert all(MEASUREMENTS[command].name(result) in said for result in report.results)
-    assert not re.search(r"#0102[0-9a-f]{2}", text) and "var(--text)" in text and "prefers-color-scheme: dark" in text
+    assert all(MEASUREMENTS[command].name(result) in said for result in told.results)
+    assert not re.search(r"mathdefault|#0102[0-9a-f]{2}", text) and "var(--text)" in text and "prefers-color-scheme: dark" in text
 
 
-@pytest.mark.parametrize("command", QUICK)
+@pytest.mark.parametrize("command", MEASURED)
 def test_a_page_needs_nothing_else(command: str, written: dict[str, Path]) -> None:
     seen = Seen(written[command].with_suffix(".html").read_text())
     assert not {"script", "link", "img", "iframe", "object", "embed"} & set(seen.tags)
@@ -197,15 +213,15 @@ def test_a_page_needs_nothing_else(command: str, written: dict[str, Path]) -> No
 
 
 def test_a_page_shows_names_and_options_as_they_are(written: dict[str, Path]) -> None:
-    report = read(written["bench abort"])
+    told = read(written["bench abort"])
     hostile = replace(
-        report,
+        told,
         backend=HOSTILE,
         parameters={HOSTILE: HOSTILE, "options": {HOSTILE: [HOSTILE]}},
-        results=[{**result, "aborted_by": HOSTILE} for result in report.results],
+        results=[{**result, "aborted_by": HOSTILE} for result in told.results],
     )
     text = page(hostile, [HOSTILE])
-    seen, calm = Seen(text), Seen(page(report, [""]))
+    seen, calm = Seen(text), Seen(page(told, [""]))
     assert set(seen.tags) == set(calm.tags)
     (drawing,) = drawings(text)
     assert any(HOSTILE.replace("#010200", "")[:30] in each and "$x_1$" in each for each in texts(drawing))
@@ -214,9 +230,9 @@ def test_a_page_shows_names_and_options_as_they_are(written: dict[str, Path]) ->
 
 def test_a_page_can_be_had_of_results_without_a_floor_and_with_one_repeat(written: dict[str, Path]) -> None:
     for command, missing in (("bench rooms", "latency_over_wire"), ("bench bandwidth", "bare")):
-        report = read(written[command])
-        bare = [{**result, "raw": None, missing: None} for result in report.results]
-        assert "A room beside the wire" not in page(replace(report, results=bare), [])
+        told = read(written[command])
+        bare = [{**result, "raw": None, missing: None} for result in told.results]
+        assert "A room beside the wire" not in page(replace(told, results=bare), [])
 
 
 def test_a_page_without_matplotlib_is_an_error_that_says_what_to_install(
@@ -241,7 +257,7 @@ def changed(path: Path, name: str, **changes: Any) -> Path:
     return other
 
 
-@pytest.mark.parametrize("command", QUICK)
+@pytest.mark.parametrize("command", MEASURED)
 def test_a_report_compared_with_itself_is_alike_in_everything(command: str, written: dict[str, Path]) -> None:
     found = compare.compare(written[command], written[command])
     assert (found.differences, found.missing, found.compared) == ((), (), command)
