@@ -291,7 +291,7 @@ def test_where_memory_is_short_requests_queue_and_what_is_not_used_makes_room() 
     queued_s = np.maximum(decode.placed_s, played["prefill"].placed_s) - arrived
     assert found.queueing_ms_max == pytest.approx(1e3 * float(queued_s.max())) and queued_s.max() > held_s.min()
     assert found.good_share == found.good_per_s == 0
-    assert found.bytes_sent + found.bytes_skipped == found.bytes_verified == 512 * sum(pages_of(SAMPLE, 64))
+    assert found.bytes_sent + found.bytes_skipped == found.bytes_verified // 2 == 512 * sum(pages_of(SAMPLE, 64))
 
 
 def test_figures_are_those_of_the_times() -> None:
@@ -310,7 +310,7 @@ def test_figures_are_those_of_the_times() -> None:
     assert (found.total_ms_median_each[0], found.total_ms_max) == (pytest.approx(500.0), pytest.approx(2000.0))
     assert len(found.total_ms_percentiles) == 101 and found.total_ms_percentiles[0] == pytest.approx(300.0)
     assert (found.good_share_each, found.good_per_s_each) == ((0.75, 0.0), (0.75, 0.0)) and found.good_share == 0.375
-    assert (found.bytes_sent, found.bytes_skipped, found.bytes_verified, found.skipped_share) == (600, 1000, 1600, 0.625)
+    assert (found.bytes_sent, found.bytes_skipped, found.bytes_verified, found.skipped_share) == (600, 1000, 2400, 0.625)
     assert (found.prefill_pages_most, found.decode_pages_most, found.quarantined_pages_most) == (7, 9, 2)
     assert (found.prefill_cpu_ms_per_request, found.decode_cpu_ms_per_request) == (pytest.approx(100.0), pytest.approx(300.0))
     assert found.raw is not None and (found.raw.transfer_ms_mean_each, found.raw.transfer_ms_median) == ((100.0, 200.0), 70.0)
@@ -329,7 +329,7 @@ def test_a_trace_is_played_as_a_command() -> None:
     for time in ("queueing_ms", "transfer_ms", "total_ms"):
         shares = [one[f"{time}_{share}"] for share in ("median", "p90", "p99", "max")]
         assert shares[0] >= 0 and shares == sorted(shares) and one[f"{time}_percentiles"][99] == shares[2]
-    assert one["bytes_sent"] + one["bytes_skipped"] == one["bytes_verified"] == 1024 * sum(pages_of(SAMPLE, 64)[:20])
+    assert 2 * (one["bytes_sent"] + one["bytes_skipped"]) == one["bytes_verified"] == 2 * 1024 * sum(pages_of(SAMPLE, 64)[:20])
     assert one["prefill_cpu_ms_per_request"] > 0 and one["decode_cpu_ms_per_request"] > 0
     assert one["raw"]["way"] == "sendmsg" and one["raw"]["kvcore_times"] > 1
 

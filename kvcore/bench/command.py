@@ -210,7 +210,7 @@ def trace(
     token_ms: Annotated[float, typer.Option(callback=positive, help="Decode holds pages for so long for each token of output.")] = 20.0,
     limit_ms: Annotated[float, typer.Option(callback=positive, help="A request is good if it takes no longer, from arrival on.")] = 100.0,
     step_ms: Annotated[float, typer.Option(callback=positive, help="How often the schedulers look at their rooms.")] = 0.5,
-    repeats: Annotated[int, typer.Option(min=1, max=1000, help="How often it is played.")] = 3,
+    repeats: Repeats = 3,
     options: Options = None,
     host: Host = "127.0.0.1",
     timeout: Timeout = 120.0,
