@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from kvcore import cli
-from kvcore.bench import bandwidth, floor, idle, plan, rooms
+from kvcore.bench import bandwidth, floor, idle, kill, plan, rooms
 from kvcore.bench.bare import Bare
 from kvcore.bench.setup import GIB, Measured, Setup
 from kvcore.sides import ToolError
 from tests.commands import kvcore, one_line
 from tests.made_backends import LYING, make_backend
 
-FIELDS = ["schema", "command", "backend", "versions", "machine", "parameters", "results"]
+FIELDS = ["schema", "command", "backend", "versions", "machine", "taken", "parameters", "results"]
 BARE = Bare(0.1, (0.1,), None, ())
 TWO_WAYS = """
 import threading
@@ -58,17 +58,17 @@ def run(*arguments: str, path: Path | None = None) -> dict[str, object]:
 
 
 def test_rooms_are_measured_at_every_number_in_flight() -> None:
-    found = run("rooms", "--rooms", "40", "--repeats", "2", "--page-bytes", "512", "--in-flight", "1", "--in-flight", "8", "--waiting", "3")
+    found = run("rooms", "--rooms", "24", "--repeats", "2", "--page-bytes", "512", "--in-flight", "1", "--in-flight", "8", "--waiting", "3")
     assert (found["schema"], found["command"], found["backend"]) == (1, "bench rooms", "local")
     assert found["versions"]["distribution"] == "kvcore" and found["machine"]["cores"] >= 1  # type: ignore[index]
     assert found["parameters"] == {
-        "rooms": 40, "in_flight": [1, 8], "page_bytes": 512, "repeats": 2, "measured_from": ["open", "receive"], "waiting": [3],
+        "rooms": 24, "in_flight": [1, 8], "page_bytes": 512, "repeats": 2, "measured_from": ["open", "receive"], "waiting": [3],
         "options": {}, "host": "127.0.0.1",
     }  # fmt: skip
     cases = [(clock, 3, in_flight) for in_flight in (1, 8) for clock in ("open", "receive")]
     for one, (clock, waiting, in_flight) in zip(found["results"], cases, strict=True):  # type: ignore[arg-type]
         assert (one["measured_from"], one["waiting"]) == (clock, waiting)
-        assert (one["in_flight"], one["rooms_verified"], len(one["rooms_per_s_each"])) == (in_flight, 120, 2)
+        assert (one["in_flight"], one["rooms_verified"], len(one["rooms_per_s_each"])) == (in_flight, 72, 2)
         assert 0 < one["latency_ms_median"] <= one["latency_ms_p90"] <= one["latency_ms_p99"] <= one["latency_ms_max"]
         assert one["rooms_per_s"] > 0 and one["prefill_cpu_us_per_room"] > 0 and one["decode_cpu_us_per_room"] > 0
         raw = one["raw"]
@@ -224,6 +224,59 @@ def test_aborts_of_either_side_are_timed() -> None:
     assert isinstance(results, list) and [one["aborted_by"] for one in results] == ["prefill", "decode"]
     for one in results:
         assert one["rooms"] == 20 and 0 < one["median_ms"] <= one["p99_ms"] <= one["max_ms"]
+
+
+def test_rooms_whose_other_side_is_killed_or_falls_silent_are_timed_until_they_fail() -> None:
+    found = kill.measure(Setup("local"), kill.Parameters(rooms=3, liveness_s=1.0, repeats=1), lambda row, text: None)
+    assert [(one.signal, one.struck, one.stage) for one in found] == [
+        (sign, side, stage)
+        for sign in ("SIGKILL", "SIGSTOP")
+        for side in ("prefill", "decode")
+        for stage in ("joined", "published", "transferring")
+    ]
+    for one in found:
+        assert (one.rooms, one.codes, len(one.median_s_each)) == (3, {"PEER_LOST": 3}, 1)
+        assert f"{one.struck}-" in one.reason  # the instance that was lost
+        assert 0 < one.median_s <= one.p99_s <= one.max_s == pytest.approx(one.over_limit_s + 1.0)
+        if one.signal == "SIGSTOP":
+            assert "silent for liveness_s (1 s)" in one.reason and one.median_s > 0.5
+    assert multiprocessing.active_children() == []
+
+
+def test_times_until_rooms_fail_are_those_of_their_stage() -> None:
+    parameters = kill.Parameters(rooms=2, liveness_s=2.0)
+    repeats = [
+        (10.0, kill.Ends((11.0, 11.1, 12.0, 12.2, 13.0, 13.0), ("PEER_LOST",) * 5 + ("BACKEND",), "gone")),
+        (20.0, kill.Ends((21.0, 21.1, 22.4, 22.6, 23.0, 23.0), ("PEER_LOST",) * 6, "silent")),
+    ]
+    found = kill.result("decode", "SIGKILL", 1, parameters, repeats)
+    assert (found.struck, found.stage, found.codes, found.reason) == ("decode", "published", {"PEER_LOST": 4}, "gone")
+    assert found.median_s_each == (pytest.approx(2.1), pytest.approx(2.5))
+    assert (found.median_s, found.max_s, found.over_limit_s) == (pytest.approx(2.3), pytest.approx(2.6), pytest.approx(0.6))
+    last = kill.result("decode", "SIGKILL", 2, parameters, repeats)
+    assert last.codes == {"PEER_LOST": 3, "BACKEND": 1}
+    assert "3 PEER_LOST, 1 BACKEND" in "\n".join(kill.table([found, last]))
+
+
+def test_waiting_costs_cpu_time_memory_and_looks_on_both_sides() -> None:
+    found = idle.measure(Setup("local"), idle.Parameters(rooms=150, window_s=0.2, repeats=3), lambda row, text: None)
+    assert [one.rooms for one in found] == [0, 150]
+    for one in found:
+        assert len(one.prefill_cpu_percent_each) == len(one.decode_cpu_percent_each) == 3
+        assert one.prefill_cpu_percent == sorted(one.prefill_cpu_percent_each)[1] >= 0
+    nothing, many = found
+    assert (nothing.prefill_poll_all_ms, nothing.decode_poll_all_ms_each, nothing.decode_bytes_per_room) == (None, (), None)
+    for polls in (many.prefill_poll_all_ms_each, many.decode_poll_all_ms_each):
+        assert len(polls) == 3 and all(0 < each < 100 for each in polls)
+    assert many.prefill_bytes_per_room is not None and many.decode_bytes_per_room is not None
+    assert len("\n".join(idle.table(found)).splitlines()) == 3
+
+
+def test_a_room_that_does_not_wait_fails_the_measurement_of_waiting(tmp_path: Path) -> None:
+    failing = "@hookimpl\ndef kvcore_endpoint(self): raise OSError('link down')\n"
+    done = kvcore("bench", "idle", "--backend", "failing", path=make_backend(tmp_path, "failing", failing))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert one_line(done.stderr) and "link down" in done.stderr
 
 
 def test_rooms_that_cannot_meet_fail_the_measurement_of_aborts(tmp_path: Path) -> None:

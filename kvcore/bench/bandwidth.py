@@ -140,6 +140,7 @@ def table(results: Sequence[Result]) -> Iterator[str]:
         yield f"{room} {_rates(one)}"
         if one.raw is not None:
             yield f"{'  engine alone: ' + one.raw.way:<{len(room)}} {_rates(one.raw)}   kvcore: {one.raw.kvcore_share:.0%} of it"
+        yield str(one.bare)
     yield f"all of {sum(one.bytes_verified for one in results) / MIB:.4g} MiB verified"
 
 

@@ -40,6 +40,10 @@ class Bare:
     copy_gb_per_s: float | None
     copy_gb_per_s_each: tuple[float, ...]
 
+    def __str__(self) -> str:
+        copying = f", a copy of the pages {self.copy_gb_per_s:.2f} GB/s" if self.copy_gb_per_s is not None else ""
+        return f"  bare machine: a round trip {1e3 * self.round_trip_ms:.0f} us{copying}"
+
 
 def bare(round_trips_s: Sequence[float], copies_s: Sequence[float], nbytes: int) -> Bare:
     """From the seconds of the turns, and the bytes that each copy moved."""
@@ -106,8 +110,8 @@ class Caller:
 
 
 def copy(pages: Bytes, sources: Indices, into: Buffer, places: Indices) -> Measured:
-    """Copy page ``sources[n]`` of ``pages`` to ``places[n]`` of ``into``, each another. What is measured is a copy page by page in the order
-    of where they go, into the buffer itself if that is all of it. Of interest only where its pages are in CPU memory."""
+    """Copy page ``sources[n]`` of ``pages`` to ``places[n]`` of ``into``, each another. What is measured is a copy page by page in the
+    order of where they go, into the buffer itself if that is all of it. Of interest only where its pages are in CPU memory."""
     order = np.argsort(places)
     whole = isinstance(into.tensor, np.ndarray) and len(places) == len(into.tensor)
     target = into.tensor if whole else np.zeros((len(places), pages.shape[1]), np.uint8)

@@ -77,12 +77,30 @@ MEASUREMENTS = {
         "on one side until a thread of the other side that waits for the room has seen FAILED.",
         ("The distribution is of all rooms of all repeats.", SPREAD),
     ),
+    "bench kill": Measurement(
+        "kill",
+        ("struck", "signal", "stage"),
+        "How long it takes until the rooms of one side have failed with a reason after the other side's process was killed (SIGKILL) or "
+        "fell silent (SIGSTOP): until a thread that waits for the room has seen FAILED. A third of the rooms are open on both sides, a "
+        "third are also published, and of a third a first chunk has been moved.",
+        (
+            "That a process is gone is seen on the same host before the liveness limit; across hosts there is only its silence, for which "
+            "a process stands here that is stopped.",
+            SPREAD,
+        ),
+    ),
     "bench idle": Measurement(
         "idle",
         ("rooms",),
-        "What a paired prefill and decode process cost while nothing moves: the CPU time of each as a share of one core, the engine's "
-        "threads included, without rooms and with many that wait.",
-        ("100 % would be one core that is always busy.", SPREAD),
+        "What a paired prefill and decode process cost while nothing moves, without rooms and with many that wait, published on decode "
+        "with nothing handed over on prefill: the CPU time of each as a share of one core, the engine's threads included; the time of one "
+        "poll_all of all rooms; and the memory that each room takes.",
+        (
+            "100 % would be one core that is always busy.",
+            "Memory is what is resident and no other's, over what was before the rooms were opened, by room. The flight record is full "
+            "before that: it is bounded, and no room's.",
+            SPREAD,
+        ),
     ),
     "bench trace": Measurement(
         "trace",
@@ -116,9 +134,10 @@ WORDS = {
     "page_bytes": "bytes of a page",
     "room_bytes": "bytes of a room",
     "order": "how pages lie",
-    "repeats": "repeats, after one for warming up",
+    "repeats": "repeats",
     "measured_from": "the clock starts at",
     "waiting": "rooms that wait meanwhile",
+    "liveness_s": "liveness limit, in seconds",
     "gap_s": "seconds from abort to abort",
     "window_s": "seconds looked at",
     "requests": "requests at most",

@@ -30,8 +30,8 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """B over A, and the interval ``low`` to ``high`` that has 95 % of the ratios of their medians when repeats of either are drawn again and
-    again, with replacement; None with fewer than two repeats. The ratio is None where A's figure is 0."""
+    """B over A, and the interval ``low`` to ``high`` that has 95 % of the ratios of their medians when repeats of either are drawn again
+    and again, with replacement; None with fewer than two repeats. The ratio is None where A's figure is 0."""
 
     figure: str
     a: float

@@ -14,6 +14,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
+from matplotlib.ticker import LogLocator, NullLocator
 
 from kvcore.bench.catalog import MEASUREMENTS
 from kvcore.bench.report import Figure, Report, figures
@@ -25,7 +26,7 @@ INKS = ("text", "dim", "line", "back", "prefill", "decode", "kvcore", "raw", "ba
 """Colours of the style sheet; each is drawn in a colour that nothing else has, and replaced."""
 INK = {name: f"#0102{number:02x}" for number, name in enumerate(INKS)}
 LINES = [name for name in INKS if name.startswith("c")]
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "font.family": "sans-serif",
     "font.size": 11,
@@ -57,19 +58,23 @@ def plots(report: Report) -> Iterator[tuple[str, str]]:
 
 def _distributions(named: Sequence[tuple[str, Result]]) -> Iterator[tuple[str, str]]:
     """What part of all took no longer."""
-    fields = [field for field in named[0][1] if field.endswith("percentiles")]
-    for field in fields:
-        what = field.removesuffix("percentiles").removesuffix("_ms_").removesuffix("ms_") or "time"
+    fields = {field: _what(field) for field in named[0][1] if field.endswith("percentiles")}
+    if not fields:
+        return
 
-        def draw(axes: Axes, field: str = field) -> None:
-            for number, (name, result) in enumerate(named):
-                axes.plot(result[field], range(101), color=INK[LINES[number % len(LINES)]], linewidth=2, label=name)
-            axes.set_xscale("log")
-            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            axes.set(xlabel="milliseconds (logarithmic)", ylabel="% of all that took no longer", ylim=(0, 100))
+    def draw(axes: Axes) -> None:
+        for number, (name, field) in enumerate((name, field) for name, _ in named for field in fields):
+            label = ", ".join([name] * (len(named) > 1 or len(fields) == 1) + [fields[field]] * (len(fields) > 1))
+            axes.plot(dict(named)[name][field], range(101), color=INK[LINES[number % len(LINES)]], linewidth=2, label=label)
+        _logarithmic(axes)
+        axes.set(xlabel="milliseconds (logarithmic)", ylabel="% of all that took no longer", ylim=(0, 100))
 
-        title = f"Distribution of {what.replace('_', ' ')}"
-        yield "The further left a line, the quicker; the steeper, the steadier. Where it crosses 50 is the median.", _svg(title, draw)
+    title = f"Distribution of {' and '.join(fields.values())}"
+    yield "The further left a line, the quicker; the steeper, the steadier. Where it crosses 50 is the median.", _svg(title, draw)
+
+
+def _what(field: str) -> str:
+    return field.removesuffix("percentiles").removesuffix("ms_").removesuffix("_").replace("_", " ") or "time"
 
 
 def _by_size(named: Sequence[tuple[str, Result]]) -> Iterator[tuple[str, str]]:
@@ -108,8 +113,7 @@ def _rates(named: Sequence[tuple[str, Result]]) -> Iterator[tuple[str, str]]:
         mine = [(result, "rooms_per_s") for _, result in named]
         alone = [(result["raw"], "transfers_per_s") for _, result in named]
         _dots(axes, [name for name, _ in named], [("kvcore", "rooms", mine), ("raw", "transfers of the engine alone", alone)])
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        _logarithmic(axes)
         axes.set(xlabel="a second (logarithmic)")
 
     yield "Further right is better; the thin lines are from the least to the most of the repeats.", _svg("Rooms a second", draw, len(named))
@@ -144,9 +148,12 @@ def _cpu(named: Sequence[tuple[str, Result]]) -> Iterator[tuple[str, str]]:
     field = next((name.removeprefix("prefill_") for name in named[0][1] if name.startswith("prefill_cpu")), None)
     if field is None:
         return
-    rows = [(name, result) for name, result in named]
-    alone = next((name.removeprefix("prefill_") for name in named[0][1].get("raw") or () if name.startswith("prefill_cpu")), field)
-    bars = [bar for name, result in rows for bar in ((name, result, field), ("engine alone", result.get("raw"), alone)) if bar[1]]
+    alone = next((name.removeprefix("prefill_") for name in named[0][1].get("raw") or () if name.startswith("prefill_cpu")), "")
+    bars: list[tuple[str, Result, str]] = []
+    for name, result in named:
+        bars.append((name, result, field))
+        if result.get("raw"):
+            bars.append(("engine alone", result["raw"], alone))
 
     def draw(axes: Axes) -> None:
         left = [0.0] * len(bars)
@@ -169,8 +176,7 @@ def _first(named: Sequence[tuple[str, Result]], names: set[str]) -> Iterator[tup
     def draw(axes: Axes) -> None:
         parts = [({found.name: found.value, f"{found.name}_each": found.each}, found.name) for _, found in firsts]
         _dots(axes, [name for name, _ in firsts], [("kvcore", "", parts)])
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        _logarithmic(axes)
         axes.set(xlabel=f"{firsts[0][1].name.replace('_', ' ')} (logarithmic)")
 
     yield "The thin lines are from the least to the most of the repeats.", _svg("Each case", draw, len(firsts))
@@ -196,6 +202,13 @@ def _rows(axes: Axes, names: Sequence[str]) -> None:
     axes.tick_params(axis="y", length=0, labelcolor=INK["text"])
     axes.grid(visible=False, axis="y")
     axes.invert_yaxis()
+
+
+def _logarithmic(axes: Axes) -> None:
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
 
 
 def _within(result: Result, path: Sequence[str]) -> Result:

@@ -130,6 +130,10 @@ def schema() -> dict[str, Any]:
 
     kinds = [*(_kind(command) for command in MEASUREMENTS), Comparison]
     references, components = msgspec.json.schema_components(kinds)
+    for each in components.values():
+        each["required"] = list(each["properties"])  # what has a default is written too
+        for one in each["properties"].values():
+            one.pop("default", None)
     return {"$schema": DIALECT, "title": "What kvcore bench writes with --json", "anyOf": list(references), "$defs": components}
 
 

@@ -234,6 +234,8 @@ def table(results: Sequence[Result]) -> Iterator[str]:
             alone = f"  engine alone: {one.raw.way}, kvcore has {one.raw.kvcore_share:.1%} of it"
             cpu = f"{one.raw.prefill_cpu_us_per_transfer:>21.0f} {one.raw.decode_cpu_us_per_transfer:>7.0f}"
             yield f"{'':>29} {one.raw.transfers_per_s:>9.0f}   {alone:<50} {cpu}"
+        wire = f"; latency is {one.latency_over_wire:.2f} times what the wire takes" if one.latency_over_wire is not None else ""
+        yield f"{'':>39}   {one.bare}{wire}"
     yield f"every byte of {sum(one.rooms_verified for one in results)} rooms verified"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -73,14 +74,21 @@ class Clock:
 
 def manager(side: Side, setup: Setup, buffer: Buffer, liveness_s: float = LIVENESS_S) -> kvcore.KVManager:
     """A manager with one pool, ``kv``, of one region; its rooms may wait as long as a measurement lasts, move for as long as the driver has
-    patience, and take half of that to meet."""
+    patience, and take half of that to meet.
+
+    What is there once it has started is left out of garbage collections from then on, as engines do once a model is loaded: a full one
+    would go through the objects of all libraries, with every thread of the process standing still for 50 ms and more.
+    """
     patience_s = setup.patience_s
     limits = kvcore.Limits(
         bootstrap_s=patience_s / 2, input_s=WAIT_S, transfer_s=patience_s, ticket_s=patience_s, quarantine_s=None, drain_s=1.0,
         liveness_s=liveness_s,
     )  # fmt: skip
     config = kvcore.Config(role=side, backend=setup.backend, backend_options=setup.options, host=setup.host, limits=limits)
-    return kvcore.KVManager(config, [pool(buffer)])
+    started = kvcore.KVManager(config, [pool(buffer)])
+    gc.collect()
+    gc.freeze()
+    return started
 
 
 def pool(buffer: Buffer) -> kvcore.Pool:

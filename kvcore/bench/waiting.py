@@ -14,8 +14,11 @@ from kvcore.states import KVPoll, Side
 
 SETTLE_S = 1.0
 STEP_S = 0.01
+GROUP = 64
+"""Rooms are opened so many at a time: of thousands at once each repeats itself before it is answered."""
+PAGE_BYTES = 256
 SPARE_PAGE = 0
-"""What decode publishes for rooms that move nothing."""
+"""What decode publishes for rooms that are about no bytes."""
 
 
 class Opener:
@@ -64,16 +67,20 @@ class Waiting:
         """Open more until there are so many, and wait until all wait and the threads have noticed. Raises ``ToolError`` if one does not."""
         if count <= len(self.handles):
             return
-        for room in range(len(self.handles) + 1, count + 1):
-            handle = self._opener.open(room, self._attempt)
-            if isinstance(handle, kvcore.Receiver):
-                handle.receive([SPARE_PAGE])
-            self.handles.append(handle)
-        deadline = time.monotonic() + self._setup.patience_s
-        while any(handle.poll() is KVPoll.BOOTSTRAPPING for handle in self.handles) and time.monotonic() < deadline:
-            threading.Event().wait(STEP_S)
+        while (opened := len(self.handles)) < count:
+            group = [self._open(room) for room in range(opened + 1, min(opened + GROUP, count) + 1)]
+            self.handles += group
+            deadline = time.monotonic() + self._setup.patience_s
+            while any(handle.poll() is KVPoll.BOOTSTRAPPING for handle in group) and time.monotonic() < deadline:
+                threading.Event().wait(STEP_S)
         self.check()
         threading.Event().wait(SETTLE_S)
+
+    def _open(self, room: int) -> kvcore.Handle:
+        handle = self._opener.open(room, self._attempt)
+        if isinstance(handle, kvcore.Receiver):
+            handle.receive([SPARE_PAGE])
+        return handle
 
     def check(self) -> None:
         """Raises ``ToolError`` if one does not wait."""
