@@ -134,7 +134,7 @@ def work(side: Side, settings: tuple[Setup, Parameters], link: Link) -> None:
             link.hear(Go)
             after = _resident_bytes()
             memory = (after - before) / rooms if rooms and before is not None and after is not None else None
-            cpu = tuple(_cpu_percent(parameters.window_s) for _ in range(parameters.repeats))
+            cpu = tuple(_cpu_percent(number, parameters, link) for number in range(1, parameters.repeats + 1))
             polls = tuple(_median_ms(lambda: mine.poll_all(waiting.handles)) for _ in range(parameters.repeats if rooms else 0))
             waiting.check()
             link.tell(Seen(cpu, polls, memory))
@@ -142,10 +142,11 @@ def work(side: Side, settings: tuple[Setup, Parameters], link: Link) -> None:
         waiting.clear()  # this ends them on the other side too, which looks no more
 
 
-def _cpu_percent(window_s: float) -> float:
+def _cpu_percent(number: int, parameters: Parameters, link: Link) -> float:
     """This process's share of one core while its main thread waits."""
+    link.progress(f"window {number} of {parameters.repeats}")
     clock = Clock()
-    threading.Event().wait(window_s)
+    threading.Event().wait(parameters.window_s)
     measured = clock.read()
     return 100 * measured.cpu_s / measured.seconds
 

@@ -8,6 +8,7 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 
 import numpy as np
 
@@ -181,20 +182,26 @@ def work(side: Side, settings: Settings, link: Link) -> None:
     """One of the two processes."""
     setup, parameters, _ = settings
     buffer = Buffer(memory_kinds(setup.backend), parameters.pages, parameters.page_bytes)
-    kind, turns = (Prefill, PrefillTurns) if side == "prefill" else (Decode, DecodeTurns)
     with manager(side, replace(setup, patience_s=WAIT_S), buffer) as mine:  # a request may wait long for pages
-        opener = Opener(mine, side, link)
-        opener.meet(setup)
-        with Beside(side, setup, buffer, link) as beside:
-            floor, repeat = turns(beside, buffer, settings), 0
-            for go in orders(link):
-                if go.way:
-                    link.tell(floor.take(go.way))
-                    continue
-                if repeat:
-                    buffer.clear()
-                scheduler = kind(opener, mine, buffer, settings, repeat)
-                scheduler.play(link)
-                link.tell(scheduler.played)
-                floor.follow(scheduler.played.moved, link.hear(Moved).pages)
-                repeat += 1
+        try:
+            _work(side, mine, buffer, settings, link)
+        except Exception as error:  # before closing ends the other side's rooms, which would be heard of as the cause
+            link.fail(error)
+            raise
+
+
+def _work(side: Side, mine: kvcore.KVManager, buffer: Buffer, settings: Settings, link: Link) -> None:
+    kind, turns = (Prefill, PrefillTurns) if side == "prefill" else (Decode, DecodeTurns)
+    opener, attempt = Opener(mine, side, link), count()
+    opener.meet(settings[0])
+    with Beside(side, settings[0], buffer, link) as beside:
+        floor = turns(beside, buffer, settings)
+        for go in orders(link):
+            if go.way:
+                link.tell(floor.take(go.way))
+                continue
+            buffer.clear()  # so that nothing is there, and the kernel has given all of the memory
+            scheduler = kind(opener, mine, buffer, settings, next(attempt))
+            scheduler.play(link)
+            link.tell(scheduler.played)
+            floor.follow(scheduler.played.moved, link.hear(Moved).pages)

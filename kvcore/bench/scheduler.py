@@ -36,7 +36,8 @@ class Parameters:
     """``requests``: at most so many. ``speed``: how many times as fast as in the trace requests come and are decoded. ``memory_bytes`` of
     each side, in pages of ``page_tokens`` tokens and ``page_bytes`` bytes. ``token_ms``: how long decode holds a request's pages for each
     token of its output. ``limit_ms``: a request that takes longer from arrival to SUCCESS does not count as good. ``step_ms``: how often
-    a scheduler looks at its rooms. ``repeats``: how often all of it is played, each time with nothing in decode's memory."""
+    a scheduler looks at its rooms. ``repeats``: how often all of it is played, after once for warming up, each time with
+    nothing in decode's memory."""
 
     trace: str
     requests: int = 1000
@@ -169,5 +170,4 @@ class Scheduler(ABC):
 
     def _look(self, link: Link, arrived: int) -> None:
         self.played.quarantined_most = max(self.played.quarantined_most, self.mine.stats().quarantined_pages)
-        done = f"{arrived - self.left} of {len(self.requests)} requests are over, {self.left} under way"
-        link.progress(f"repeat {self._attempt + 1} of {self.parameters.repeats}: {done}")
+        link.progress(f"{arrived - self.left} of {len(self.requests)} requests are over, {self.left} under way")

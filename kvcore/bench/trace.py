@@ -33,8 +33,8 @@ BEGIN_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """The engine alone, which moves what was moved in the first repeat, one request's pages after the other: its fastest way, the best rate
-    of each when it was tried; of the transfers their mean and median, in milliseconds; and how many times the mean kvcore's transfers take,
+    """The engine alone, which moves what was moved for warming up, one request's pages after the other: its fastest way, the best rate of
+    each when it was tried; of the transfers their mean and median, in milliseconds; and how many times the mean kvcore's transfers take,
     those of requests of which no page was missing left out."""
 
     way: str
@@ -116,17 +116,15 @@ def play(setup: Setup, parameters: Parameters, requests: Sequence[Request], watc
     repeats: list[dict[Side, Played]] = []
     with Sides("bench", work, (setup, parameters, requests), setup.patience_s, watch, setup.debug) as sides:
         sides.tell("decode", sides.hear("prefill", Address))
-        ways, floor = meet(sides), None
-        for _ in range(parameters.repeats):
-            repeats.append(played := _played(sides))
-            if floor is None:
-                floor = _floor(sides, ways, parameters, played["decode"].moved)
-                watch("measuring", "the engine alone, every way")
-                floor.warm_up()
-            watch("measuring", "the engine alone")
+        ways = meet(sides)
+        watch("measuring", "warming up")
+        floor = _floor(sides, ways, parameters, _played(sides)["decode"].moved)
+        floor.warm_up()
+        for repeat in range(parameters.repeats):
+            watch("measuring", f"repeat {repeat + 1} of {parameters.repeats}")
+            repeats.append(_played(sides))
             floor.take()
         sides.close()
-    assert floor is not None
     return repeats, floor
 
 
@@ -142,7 +140,7 @@ def _played(sides: Sides[Settings]) -> dict[Side, Played]:
 
 
 def _floor(sides: Sides[Settings], ways: Ways, parameters: Parameters, moved: Sequence[Indices]) -> Turns:
-    """Turns that move what moved in the first repeat; a copy of it has each page once."""
+    """Turns that move what moved for warming up; a copy of it has each page once."""
     transfers, places = sum(bool(pages.size) for pages in moved), len(np.unique(np.concatenate(moved)))
     return Turns(sides, ways, transfers, places * parameters.page_bytes)
 
@@ -189,7 +187,7 @@ def result(
         **_medians(each),
         bytes_sent=sum(sent) * parameters.page_bytes,
         bytes_skipped=(len(repeats) * pages - sum(sent)) * parameters.page_bytes,
-        bytes_verified=len(repeats) * pages * parameters.page_bytes,
+        bytes_verified=(len(repeats) + 1) * pages * parameters.page_bytes,
         prefill_pages_most=max(one.pages_most for one in prefill),
         decode_pages_most=max(one.pages_most for one in decode),
         quarantined_pages_most=max(one.quarantined_most for one in (*prefill, *decode)),

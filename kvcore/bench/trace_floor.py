@@ -1,4 +1,4 @@
-"""The floor of ``bench trace``: what moved in its first repeat is moved again, one request's pages after the other, by the engine alone
+"""The floor of ``bench trace``: what moved when it was played first is moved again, one request's pages after the other, by the engine alone
 and by the bare machine."""
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Moved:
 
 
 class PrefillTurns:
-    """Prefill's turns of the engine alone: what moved in the first repeat, page by page. The content of a page is then that of its place,
-    by a number that no block has."""
+    """Prefill's turns of the engine alone: what moved when the trace was played first. The content of a page is then that of its
+    place, by a number that no block has."""
 
     def __init__(self, beside: Beside, buffer: Buffer, settings: Settings) -> None:
         self._beside, self._buffer, self._content = beside, buffer, PageContent(settings[1].page_bytes)
         self._moved: list[tuple[Indices, Indices]] = []
 
     def follow(self, mine: Sequence[Indices], theirs: Sequence[Indices]) -> None:
-        """A repeat is over, in which these pages moved."""
+        """The trace was played, and these pages moved."""
         self._moved = self._moved or pairs(mine, theirs)
         every = np.unique(np.concatenate([here for here, _ in self._moved]))
         self._content.write(self._buffer, every, place_number(every))
@@ -50,7 +50,7 @@ class DecodeTurns:
         self._setup, self._last = settings[0], np.full(settings[1].pages, -1, np.int64)
 
     def follow(self, mine: Sequence[Indices], theirs: Sequence[Indices]) -> None:
-        """A repeat is over, in which these pages moved."""
+        """The trace was played, and these pages moved."""
         if (self._last < 0).all():
             for here, there in pairs(mine, theirs):
                 self._last[here] = there
