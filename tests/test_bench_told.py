@@ -26,6 +26,7 @@ from kvcore.bench.report import Figure, Report, figures, read, report, schema
 from kvcore.bench.setup import Setup
 from kvcore.progress import unwatched
 from tests.commands import kvcore, one_line
+from tests.made_backends import make_backend
 
 QUICK = {
     "bench rooms": ("--rooms", "12", "--repeats", "2", "--page-bytes", "512", "--in-flight", "1", "--in-flight", "4"),
@@ -345,6 +346,16 @@ def test_figures_are_numbers_that_are_not_counts() -> None:
     found = [*figures({**result, "raw": {"b_per_s": 2.0, "tried_per_s": {"x": 1.0}}}, {"in_flight"})]
     assert found == [Figure("a_ms", 1.5, (1.0, 2.0)), Figure("n", 3, (3, 3)), Figure("raw.b_per_s", 2.0, ())]
     assert [each.higher for each in found] == [False, False, True]
+
+
+def test_versions_of_what_is_beneath_are_those_that_a_plugin_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_backend(tmp_path, "named")
+    with (tmp_path / "kvcore_named-1.5.dist-info" / "METADATA").open("a") as file:
+        file.write("Requires-Dist: kvcore<9,>=0.1\nRequires-Dist: msgspec>=0.18; extra == 'cpu'\nRequires-Dist: no-such-engine>=1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = report("bench kill", Setup("named"), KILL, []).versions
+    assert (found["distribution"], found["backend"], found["msgspec"]) == ("kvcore-named", "1.5", msgspec.__version__)
+    assert {*found} == {"kvcore", "distribution", "backend", "numpy", "pyzmq", "msgspec"}
 
 
 def test_a_report_is_read_as_it_was_written(written: dict[str, Path]) -> None:

@@ -29,7 +29,7 @@ class Measurement:
 
     def name(self, result: Mapping[str, Any]) -> str:
         """What a result is of, for people."""
-        return ", ".join(_said(name, result[name]) for name in self.names if name in result)
+        return ", ".join(_said(name, result[name]) for name in self.names if name in result and (name, result[name]) != ("waiting", 0))
 
     def _type(self, name: str) -> type[Any]:
         found: type[Any] = getattr(importlib.import_module(f"kvcore.bench.{self.module}"), name)

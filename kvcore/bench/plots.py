@@ -238,7 +238,7 @@ def _svg(title: str, draw: Draw, rows: int | None = None) -> str:
         draw(axes)
         axes.set_title(title, pad=14)
         if axes.get_legend_handles_labels()[1] not in ([], [""]):
-            drawing.legend(loc="outside lower left", ncols=3)
+            drawing.legend(loc="outside lower left", ncols=2)
         file = io.StringIO()
         drawing.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return _for_page(file.getvalue())

@@ -6,8 +6,10 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, Literal, get_type_hints
 
@@ -73,7 +75,7 @@ def report(command: str, setup: Setup | None, parameters: Any, results: Sequence
     given = asdict(parameters)
     if setup is not None:
         installed = find_backend(setup.backend)
-        versions |= {"distribution": installed.distribution, "backend": installed.version}
+        versions = _beneath(installed.distribution) | versions | {"distribution": installed.distribution, "backend": installed.version}
         given |= {"options": setup.options, "host": setup.host}
     return Report(
         schema=SCHEMA,
@@ -150,6 +152,19 @@ def _kind(command: str) -> type[Any]:
         "results": list[measurement.result],  # type: ignore[name-defined]
     }
     return msgspec.defstruct(name, [*(get_type_hints(Report) | spelled).items()])
+
+
+def _beneath(distribution: str) -> dict[str, str]:
+    """Versions of what counts beneath a measurement: of a plugin all that it names, so its engine too."""
+    names = ["numpy", "pyzmq"]
+    found = {}
+    with suppress(metadata.PackageNotFoundError):
+        if distribution != "kvcore":
+            names += [re.split(r"[^\w.-]", each, maxsplit=1)[0] for each in metadata.requires(distribution) or ()]
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def _processor() -> str:
