@@ -122,7 +122,7 @@ def work(side: Side, settings: tuple[Setup, Parameters], link: Link) -> None:
     with manager(side, setup, Buffer(memory_kinds(setup.backend), 1, PAGE_BYTES)) as mine:
         opener = Opener(mine, side, link)
         opener.meet(setup)
-        filling = range(1, min(FILLING_ROOMS, parameters.rooms) + 1)
+        filling = range(1, min(FILLING_ROOMS, 4 * parameters.rooms) + 1)  # a few rooms take nothing that could be told from chance
         carry(mine, setup, filling, FILLING_AT_ONCE * (1 + (side == "prefill")), lambda room: opener.begin(room, SPARE_PAGE))
         waiting = Waiting(opener, setup)
         for rooms in (0, parameters.rooms):
