@@ -144,7 +144,7 @@ WORDS = {
     "speed": "times as fast as in the trace",
     "page_tokens": "tokens of a page",
     "memory_bytes": "bytes of either side's memory",
-    "token_ms": "milliseconds that decode holds pages for each token of output",
+    "token_ms": "milliseconds that decode holds pages for each token of output",  # nosec B105
     "limit_ms": "milliseconds that a good request may take",
     "step_ms": "milliseconds from look to look at the rooms",
     "options": "options of the backend",
