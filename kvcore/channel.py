@@ -7,6 +7,7 @@ sent now is dropped, since the protocol above repeats whatever matters; how long
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -33,6 +34,9 @@ PAUSE_S = 0.05
 """After an error that is nobody's in particular."""
 MOST_KEEPALIVE_S = 32_767
 """More than this Linux refuses, and the connection with it."""
+READABLE = int(zmq.POLLIN)
+MORE_COMES = zmq.NOBLOCK | zmq.SNDMORE
+MOST_CALLS = 1000
 LINGER_MS = 100
 """How long a closed socket may still send what it has."""
 
@@ -71,7 +75,8 @@ class Channel:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
-        self._woken = False
+        self._woken = self._again = False
+        self._ident: int | None = None
         self._wake_lock = threading.RLock()  # a handle may be collected, and wake this, in the middle of a wake
         self._stopping = threading.Event()
         self._once, self._failures = Once(), Failures(log)
@@ -138,6 +143,9 @@ class Channel:
 
     def wake(self) -> None:
         """Have the loop take a turn soon."""
+        if threading.get_ident() == self._ident:  # it is awake
+            self._again = True
+            return
         if self._woken:
             return
         with self._wake_lock:
@@ -150,8 +158,10 @@ class Channel:
                 return
 
     def wake_by(self, when: float) -> None:
-        """Have the loop take a turn at ``when`` at the latest."""
+        """Have ``on_tick`` called at ``when`` at the latest."""
         if when < self._wake_at:
+            with self._wake_lock:
+                self._wake_at = min(when, self._wake_at)
             self.wake()
 
     def stop(self, timeout_s: float) -> bool:
@@ -237,14 +247,18 @@ class Channel:
 
     def send(self, route: Route, frame: bytes, now: float) -> bool:
         """Send one frame now, or drop it; notes since when the route is blocked."""
-        return all(self.pass_on(route, frame, now) for _ in range(self.tap(route, frame, True)))
+        sent = True
+        for _ in range(self.tap(route, frame, True)):
+            sent = self.pass_on(route, frame, now) and sent
+        return sent
 
     def pass_on(self, route: Route, frame: bytes, now: float) -> bool:
         """``send`` past the tap."""
-        parts = [frame] if route.identity is None else [route.identity, frame]
         if not route.closed:
             try:
-                route.socket.send_multipart(parts, zmq.NOBLOCK)
+                if route.identity is not None:
+                    route.socket.send(route.identity, MORE_COMES)
+                route.socket.send(frame, zmq.NOBLOCK)
             except zmq.ZMQError:
                 pass
             else:
@@ -254,6 +268,7 @@ class Channel:
         return False
 
     def _run(self) -> None:
+        self._ident = threading.get_ident()
         while not self._stopping.is_set():
             try:
                 self._turn()
@@ -265,14 +280,18 @@ class Channel:
 
     def _turn(self) -> None:
         self.pulse.began()
+        self._again = False
         self._take_calls()
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + IDLE_S
             self._descriptors.look(self._wake_read)
-        wanted = self._on_tick(now)
-        self._wake_at = now + IDLE_S if wanted is None else min(wanted, now + IDLE_S)
-        wait_ms = 0 if self._calls else max(0, int((self._wake_at - now) * 1000) + 1)
+        if now >= self._wake_at:
+            self._wake_at = math.inf  # what is armed from now on may come too late for the answer
+            wanted = self._on_tick(now)
+            with self._wake_lock:
+                self._wake_at = min(self._wake_at, now + IDLE_S if wanted is None else min(wanted, now + IDLE_S))
+        wait_ms = 0 if self._calls or self._again else max(0, int((self._wake_at - now) * 1000) + 1)
         self.pulse.rests()
         came = self._poller.poll(wait_ms)
         self.pulse.began()
@@ -304,29 +323,31 @@ class Channel:
             log.warning("no way to %s: %s", address, why)
 
     def _take_calls(self) -> None:
-        for _ in range(len(self._calls)):
-            function = self._calls.popleft()
+        for _ in range(MOST_CALLS):  # those made meanwhile too; then the sockets have their turn
+            if not self._calls:
+                return
             try:
-                function()
+                self._calls.popleft()()
             except Exception:
                 self._failures.note("call", "a call on the control thread failed; the others go on")
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
-        for _ in range(256):  # then other sockets and timers have their turn
-            if socket.closed:
+        for number in range(256):  # then other sockets and timers have their turn
+            if socket.closed or (number and not int(socket.get(zmq.EVENTS)) & READABLE):
                 return
             try:
-                parts = socket.recv_multipart(zmq.NOBLOCK)
+                route = self._routes.get(socket) or Route(socket, socket.recv(zmq.NOBLOCK))  # the ROUTER's first part says who
+                last = socket.recv(zmq.NOBLOCK, copy=False)
+                frame, more = last.bytes, 1 if last.more else 0
+                while last.more:
+                    last, more = socket.recv(zmq.NOBLOCK, copy=False), more + 1
             except zmq.Again:
                 return
-            route = self._routes.get(socket)
-            frames = parts if route is not None else parts[1:]
-            if len(frames) != 1:
-                self.note_bad(f"{len(frames)} frames where one is due")
+            if more:
+                self.note_bad(f"{more} frames where one is due")
                 continue
-            route = route or Route(socket, parts[0])
-            for _ in range(self.tap(route, frames[0], False)):
-                self.take(route, frames[0])
+            for _ in range(self.tap(route, frame, False)):
+                self.take(route, frame)
 
     def take(self, route: Route, frame: bytes) -> None:
         """Handle a frame that came, or is said to have come, over a route."""

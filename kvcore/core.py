@@ -230,13 +230,16 @@ class Core:
         state, reason = room.status, room.life.reason
         if state.terminal and old is not None:
             self._metrics.ended(room.key.side, state, reason.code if reason is not None else None, room.meter.read(time.monotonic()))
-            self._changed.set()
+            if self._in_close:
+                self._changed.set()
             self._limits_log.ended(room.key, reason)
         if room.key.side == "decode":
-            self._ledger.wake()
+            if old is None or state is KVPoll.TRANSFERRING:
+                self._ledger.wake()
         elif self._announcer is not None:
             self._announcer.announce(room.id, state is KVPoll.BOOTSTRAPPING)
-        self.event("status", room.key, state=state.name, reason=str(reason or ""))
+        if self.observers.watched:
+            self.event("status", room.key, state=state.name, reason=str(reason or ""))
 
     def wake_by(self, when: float) -> None:
         """A timer is due then."""
@@ -299,7 +302,7 @@ class Core:
     def collect(self, room: Room) -> None:
         """A handle was garbage-collected without ``clear`` (C8). May run anywhere, so it only notes it."""
         self._collected.append(room)
-        self.channel.wake()
+        self.channel.wake_by(0.0)
 
     def _clear_collected(self, room: Room) -> None:
         if room.cleared:

@@ -12,7 +12,7 @@ import msgspec
 
 from kvcore.errors import MOST_TEXT, one_line
 from kvcore.protocol import events as ev, receiver_state, sender_state
-from kvcore.protocol.messages import AnyRoomMessage, Status
+from kvcore.protocol.messages import Abort, AnyRoomMessage, Destination, Layers, Relay, Status
 from kvcore.states import Reason, RoomId, Side
 
 MOST_TOLD = 512
@@ -24,28 +24,30 @@ MOST_ENTRIES = 32_768
 
 
 class Entry(NamedTuple):
-    """One thing that happened to a room: at a monotonic time, and what, as text or as the event or effect that tells it."""
+    """One thing that happened to a room: at a monotonic time, and what, as text or as the event that tells it; what was done about it;
+    and the state that it brought, in words ("": none)."""
 
     at: float
     side: Side
     room: RoomId
-    what: str | ev.Event | ev.Effect
+    what: str | ev.Event
+    effects: tuple[ev.Effect, ...] = ()
+    news: str = ""
 
     @property
-    def text(self) -> str:
-        """In words, one line."""
-        text = self.what if isinstance(self.what, str) else _WORDS[type(self.what)](self.what)
-        return text if text.isprintable() and len(text) <= MOST_TEXT else one_line(text)
+    def texts(self) -> list[str]:
+        """In words, a line each."""
+        told = [self.what, self.news, *self.effects] if self.news else [self.what, *self.effects]
+        words = [each if isinstance(each, str) else _WORDS[type(each)](each) for each in told]
+        return [text if text.isprintable() and len(text) <= MOST_TEXT else one_line(text) for text in words]
 
     @property
-    def peer(self) -> str:
-        """The other instance that was part of it; "" if none was."""
-        what = self.what
-        if isinstance(what, ev.Send):
-            return what.to
-        if isinstance(what, ev.Got):
-            return what.source.instance
-        return what.pair.peer if isinstance(what, ev.Start | ev.Ended) else ""
+    def peers(self) -> set[str]:
+        """The other instances that were part of it."""
+        found = {each.to if isinstance(each, ev.Send) else each.pair.peer for each in self.effects if isinstance(each, (ev.Send, ev.Start))}
+        if isinstance(self.what, ev.Got):
+            found.add(self.what.source.instance)
+        return found | {self.what.pair.peer} if isinstance(self.what, ev.Ended) else found
 
 
 class FlightRecord:
@@ -62,13 +64,15 @@ class FlightRecord:
     def __len__(self) -> int:
         return len(self._ring)
 
-    def note(self, side: Side, room: RoomId, what: str | ev.Event | ev.Effect) -> Entry:
+    def note(self, side: Side, room: RoomId, what: str | ev.Event, effects: tuple[ev.Effect, ...] = (), news: str = "") -> Entry:
         """Add an entry. Costs about a microsecond; what holds page lists or records is kept as the few words it is shown as."""
-        if isinstance(what, str):
-            what = what[: 2 * MOST_REASON]
-        elif type(what) in _HEAVY:
+        if type(what) in _HEAVY:
             what = _lightened(what)
-        entry = Entry(self._clock(), side, room, what)
+        for effect in effects:
+            if type(effect) is ev.Send and type(effect.message) in _HEAVY_MESSAGES:
+                effects = tuple(map(_lightened, effects))
+                break
+        entry = Entry(self._clock(), side, room, what, effects, news)
         self._ring.append(entry)
         self._rooms.setdefault((side, room), []).append(entry)
         if len(self._ring) > MOST_ENTRIES:
@@ -91,8 +95,9 @@ class FlightRecord:
         found = sorted(entries, key=lambda entry: entry.at)
         wall = time.time() - self._clock()
         return [
-            f"  {datetime.fromtimestamp(wall + entry.at, timezone.utc):%H:%M:%S.%f} {entry.at - found[0].at:+.6f} s {entry.text}"
+            f"  {datetime.fromtimestamp(wall + entry.at, timezone.utc):%H:%M:%S.%f} {entry.at - found[0].at:+.6f} s {text}"
             for entry in found
+            for text in entry.texts
         ]
 
 
@@ -113,17 +118,19 @@ def kept(state: sender_state.Sender | receiver_state.Receiver) -> list[str]:
     return flights + words + marks + [f"a join of {party.instance}, for which nobody has opened the room" for party, _ in state.waiting]
 
 
-_HEAVY = frozenset((ev.Got, ev.Send, ev.Hand, ev.Receive))
+_HEAVY = frozenset((ev.Got, ev.Hand, ev.Receive, str))
+_HEAVY_MESSAGES = frozenset((Abort, Destination, Layers, Relay, Status))
 
 
 def _lightened(what: Any) -> Any:
     """The same without page lists and records, which would be kept alive by it."""
-    if isinstance(what, ev.Hand | ev.Receive):
+    if isinstance(what, str):
+        return what[: 2 * MOST_REASON]
+    if isinstance(what, (ev.Hand, ev.Receive)):
         return _WORDS[type(what)](what)
-    slim = _slim(what.message)
-    if slim is what.message:
+    if not isinstance(what, (ev.Got, ev.Send)) or type(what.message) not in _HEAVY_MESSAGES:
         return what
-    return ev.Send(what.to, slim) if isinstance(what, ev.Send) else ev.Got(slim, what.source)
+    return msgspec.structs.replace(what, message=_slim(what.message))
 
 
 def _slim(message: AnyRoomMessage) -> AnyRoomMessage:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import threading
 import time
-import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
@@ -14,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvcore.bell import Bell
 from kvcore.errors import MOST_SHOWN, KVTransferError, PageError, one_line, shown
 from kvcore.memory import Indices, Pool, check_distinct
 from kvcore.metrics import TransferMetrics
@@ -52,8 +52,11 @@ class Handle:
     def __init__(self, owner: Owner, room: Room) -> None:
         self._owner = owner
         self._room = room
-        self._collected = weakref.finalize(self, owner.collect, room)
-        self._collected.atexit = False
+
+    def __del__(self) -> None:
+        """Collected without ``clear`` (C8)."""
+        if not self._room.cleared:
+            self._owner.collect(self._room)
 
     @property
     def room(self) -> int:
@@ -110,7 +113,6 @@ class Handle:
 
     def clear(self) -> None:
         """Remove the room here, aborting it first if it is live (C1 to C4). Any number of times."""
-        self._collected.detach()
         self._owner.table.clear(self._room)
 
     def is_release_safe(self) -> bool:
@@ -129,14 +131,14 @@ class Handle:
 
     def _block(self, reached: Callable[[], bool], timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
-        changed = threading.Event()
-        unwatch = self._owner.table.watch(self._room, changed.set)
+        changed = Bell()
+        unwatch = self._owner.table.watch(self._room, changed.ring)
         try:
             while not reached():
                 left = None if deadline is None else deadline - time.monotonic()
-                if (left is not None and left <= 0) or not changed.wait(None if left is None else min(left, threading.TIMEOUT_MAX)):
+                if left is not None and left <= 0:
                     return
-                changed.clear()
+                changed.sleep(None if left is None else min(left, threading.TIMEOUT_MAX))
         finally:
             unwatch()
 
@@ -226,40 +228,46 @@ class Sender(Handle):
             if chosen:
                 offset = {name: self._stand(name, layers) for name in chosen}
                 for name, indices in chosen.items():
-                    self._pages(name)[self._of(name, layers)] += indices.size
+                    self._count(name, layers, indices.size)
                 room.chunks.append(Chunk(chosen, offset, ready, layers))
             room.meter.pages += sum(indices.size for indices in chosen.values())
             room.meter.chunks += 1
-            counts = tuple((name, int(pages.min()), int(pages.max())) for name, pages in room.pages.items()) if chosen else ()
-            known = {layer for name in chosen for layer in self._owner.pools[name].layers}
-            covered = tuple(layer for layer in sorted(known) if layer in layers) if layers is not None else ()
-            table.apply("prefill", room.id, ev.Hand(self.generation, counts, bool(last), record, covered, self._full()))
+            counts = tuple((name, min(pages), max(pages)) for name, pages in room.pages.items()) if chosen else ()
+            covered: tuple[int, ...] = ()
+            full: tuple[int, ...] = ()
+            if layers is not None:
+                covered = tuple(sorted({layer for name in chosen for layer in self._owner.pools[name].layers if layer in layers}))
+            if life.layered or covered:
+                full = self._full()
+            table.apply("prefill", room.id, ev.Hand(self.generation, counts, bool(last), record, covered, full))
 
-    def _pages(self, name: str) -> Indices:
+    def _pages(self, name: str) -> list[int]:
         """Pages of a pool handed over so far, per layer of it."""
-        return self._room.pages.setdefault(name, np.zeros(len(self._owner.pools[name].layers), np.int64))
+        return self._room.pages.get(name) or [0] * len(self._owner.pools[name].layers)
 
-    def _of(self, name: str, layers: range | None) -> slice | npt.NDArray[np.bool_]:
-        """Which of a pool's layers a chunk is of."""
-        return slice(None) if layers is None else np.array([layer in layers for layer in self._owner.pools[name].layers])
+    def _count(self, name: str, layers: range | None, pages: int) -> None:
+        """Count pages of a pool that are handed over."""
+        counts = zip(self._owner.pools[name].layers, self._pages(name), strict=True)
+        self._room.pages[name] = [count + pages * (layers is None or layer in layers) for layer, count in counts]
 
     def _stand(self, name: str, layers: range | None) -> int:
         """Where a chunk stands in the sequence of its layers; ``PageError`` if these differ, or the pool has none of them."""
-        found = np.unique(self._pages(name)[self._of(name, layers)])
-        if found.size == 1:
-            return int(found[0])
+        counts = zip(self._owner.pools[name].layers, self._pages(name), strict=True)
+        found = {count for layer, count in counts if layers is None or layer in layers}
+        if len(found) == 1:
+            return found.pop()
         what = f"room {self._room.id}: pool {shown(name)}: {'its layers' if layers is None else shown(layers)}"
-        if found.size:
-            raise PageError(f"{what} stand at different pages, {found.tolist()}; send layers apart that are at the same page")
+        if found:
+            raise PageError(f"{what} stand at different pages, {sorted(found)}; send layers apart that are at the same page")
         raise PageError(f"{what} has no layer of the pool; choose from {shown(self._owner.pools[name].layers)}")
 
     def _full(self) -> tuple[int, ...]:
         """Layers of which as many pages are handed over as of any."""
         behind, known = set(), set()
         for name, pages in self._room.pages.items():
-            layers = np.array(self._owner.pools[name].layers)
-            known |= set(layers.tolist())
-            behind |= set(layers[pages < pages.max()].tolist())
+            layers, most = self._owner.pools[name].layers, max(pages)
+            known |= set(layers)
+            behind |= {layer for layer, count in zip(layers, pages, strict=True) if count < most}
         return tuple(sorted(known - behind))
 
     def _plain(self, record: object) -> bytes:

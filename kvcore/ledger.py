@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from kvcore.bell import Bell
 from kvcore.errors import KVCoreError, cause
 from kvcore.fast_hooks import FastHooks
 from kvcore.hookspecs import RETRY, Capabilities, Hooks, Ticket, TicketKind, TicketState
@@ -27,10 +28,9 @@ from kvcore.states import FailureCode, Reason, RoomKey
 from kvcore.tickets import Entry, Incoming, Part, PeerView, transfers
 from kvcore.workers import STUCK_PER_WORKER, Job, Workers
 
-SPIN_S = 0.0002
 SHORTEST_WAIT_S = 0.00005
 LONGEST_WAIT_S = 0.02
-LONGEST_LISTEN_S = 0.2  # of a target that must work, to which no sender has said that it writes
+SHORTEST_LISTEN_S, LONGEST_LISTEN_S = 0.0003, 0.2  # of a target that must work; the longest while no sender has said that it writes
 LAST_RETRY_S = 0.1
 LANE_PARTS = 2  # of a ticket at once, so that a lane never waits for the next
 
@@ -60,7 +60,7 @@ class Ledger:
         self._to_forget = self._forgotten = 0
         parallel = 1 if capabilities.exclusive else capabilities.parallel
         self.workers = Workers(parallel, 1 if capabilities.exclusive else STUCK_PER_WORKER * parallel)
-        self._bell, self._stopping = threading.Event(), False
+        self._bell, self._stopping = Bell(), False
         self._failures = Failures(logging.getLogger("kvcore.ledger"))
         self.backend_rooms = 0
         """Lifetimes that the backend held something for when the ledger last had nothing to do (B4)."""
@@ -106,7 +106,7 @@ class Ledger:
         """End the thread and begin no more transfers; True if it ended and no transfer is under way in a worker. Idempotent."""
         deadline = time.monotonic() + timeout_s
         self._stopping = True
-        self._bell.set()
+        self._bell.ring()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return self.workers.stop(max(0.0, deadline - time.monotonic())) and not self._thread.is_alive()
@@ -136,7 +136,7 @@ class Ledger:
 
     def _order(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
-        self._bell.set()
+        self._bell.ring()
 
     # --- the progress thread
 
@@ -154,19 +154,17 @@ class Ledger:
             self._rest(now - idle_since, failed)
 
     def _rest(self, quiet_s: float, failed: bool) -> None:
-        """Spin briefly, then sleep ever longer while tickets run; without any, until something comes."""
-        pause: float | None = 0.0
+        """Sleep ever longer while tickets run; without any, until something comes. Never spins: whoever else wants the interpreter would
+        wait for it until a switch is forced, which takes 5 ms."""
+        shortest, longest = SHORTEST_WAIT_S if self._entries else SHORTEST_LISTEN_S, LONGEST_WAIT_S if self._flowing else LONGEST_LISTEN_S
+        pause: float | None = min(max(quiet_s / 32, shortest), longest)
         if self._at_rest():
             held = self._hooks.held_rooms()
             self.backend_rooms = self.backend_rooms if held is None else held
             pause = LONGEST_WAIT_S if held is None else None
-        elif quiet_s > SPIN_S:
-            pause = min(max(quiet_s / 32, SHORTEST_WAIT_S), LONGEST_WAIT_S if self._flowing else LONGEST_LISTEN_S)
         if not failed:
             self.pulse.rests()
-        if pause != 0.0:
-            self._bell.wait(pause)
-        self._bell.clear()
+        self._bell.sleep(pause)
 
     def _at_rest(self) -> bool:
         """Whether nothing changes here by itself. What only a fence can end needs no turns."""
@@ -190,10 +188,12 @@ class Ledger:
         if self._must_progress():
             moved |= self._hooks.progress() and self._flowing
         for entry in list(self._entries.values()):
-            moved |= self._post(entry, now)
+            if entry.waiting or entry.coming is not None:
+                moved |= self._post(entry, now)
         moved |= self._poll()
         for entry in list(self._entries.values()):
-            self._limit(entry, now)
+            if entry.running:
+                self._limit(entry, now)
         return moved
 
     def _post(self, entry: Entry, now: float) -> bool:

@@ -109,6 +109,8 @@ class Pool:
         self.pairs_with = str(pairs_with)
         self.layers = tuple(sorted({region.layer for region in regions}))
         """Ids of the layers it has."""
+        self.page_bytes = sum(region.nbytes for region in regions) // num_pages
+        """Bytes of one page, in all regions together."""
         self._owners = tuple(owners)  # keeps the memory alive as long as the pool
 
     @classmethod
@@ -178,11 +180,6 @@ class Pool:
         """The name of the sender's pool whose pages it takes."""
         return self.pairs_with or self.name
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page, in all regions together."""
-        return sum(region.nbytes for region in self.regions) // self.num_pages
-
     def indices(self, pages: Iterable[int] | npt.ArrayLike) -> Indices:
         """A private copy of page indices as int64 of shape ``(n,)``; raises ``PageError`` naming the bad index and the bound (T2)."""
         array = _integers(self.name, pages, self.num_pages)
@@ -207,7 +204,7 @@ def by_name(pools: Iterable[Pool]) -> dict[str, Pool]:
 
 def check_pages(name: str, pages: Indices, num_pages: int) -> None:
     """Raise ``PageError`` unless every index is in ``0 .. num_pages-1`` (T2)."""
-    if pages.size and (int(pages.min()) < 0 or int(pages.max()) >= num_pages):
+    if pages.size and int(pages.view(np.uint64).max()) >= num_pages:  # one below 0 is a large one so
         bad = pages[(pages < 0) | (pages >= num_pages)][0]
         raise PageError(
             f"pool {shown(name)}: page index {bad} is not in 0 .. {num_pages - 1}; pass physical page indices, not token or logical ones"

@@ -46,7 +46,8 @@ class Observers:
         self._bell = threading.Event()
         self._stopping = False
         self._failures = Failures(log)
-        self._watched = False
+        self.watched = False
+        """Whether anybody is told of events."""
         self._thread = threading.Thread(target=self._run, name="kvcore-events", daemon=True)
 
     def add(self, plugin: object) -> None:
@@ -62,13 +63,13 @@ class Observers:
             if self._manager.is_registered(plugin):
                 self._manager.unregister(plugin)
             raise ConfigError(f"observer {type(plugin).__name__} is refused: {one_line(error, MOST_CAUSE)}; correct its hooks") from error
-        if not self._watched and self._manager.hook.kvcore_on_event.get_hookimpls():
-            self._watched = True
+        if not self.watched and self._manager.hook.kvcore_on_event.get_hookimpls():
+            self.watched = True
             self._thread.start()
 
     def tell(self, event: Event) -> None:
         """Queue an event, if anybody watches. Never blocks."""
-        if self._watched:
+        if self.watched:
             self._events.append(event)
             self._bell.set()
 
@@ -76,7 +77,7 @@ class Observers:
         """Deliver what is queued and end the thread."""
         self._stopping = True
         self._bell.set()
-        if self._watched and threading.current_thread() is not self._thread:
+        if self.watched and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
     def running(self) -> list[threading.Thread]:

@@ -18,6 +18,7 @@ from kvcore.stories import Stories
 from kvcore.wire import Introduction, RoomBody
 
 FIRST_HELLO_S = 0.2
+_TO_SENDER = (Join, Destination, Ack, Abort)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Peer:
     pinged: float = 0.0
     poisoned: bool = False
     """The path to it is broken, and it is about to be lost: rooms that it announces now are left to the pairing that follows."""
-    _met: dict[int, int] = field(default_factory=dict)
+    _parties: dict[int, Party] = field(default_factory=dict)
     _shares: dict[int, Mapping[str, Share]] = field(default_factory=dict)
     gathered: dict[tuple[int, tuple[str, ...]], Gathered] = field(default_factory=dict)
     """What it and other prefill ranks write here, see ``gathering``."""
@@ -62,10 +63,12 @@ class Peer:
         """The peer as the protocol of that room knows it."""
         prefill, decode = (self.mine, self.intro) if self.side == "prefill" else (self.intro, self.mine)
         turn = room % prefill.place.tp_size
-        if turn not in self._met:
-            self._met[turn] = len(mapping.destinations(mapping.sent(prefill.pools), prefill.place, decode.place, turn))
-        place = self.intro.place
-        return Party(self.intro.instance, place.rank, self._met[turn], self.expired, (place.tp_size, place.pp_size))
+        party = self._parties.get(turn)
+        if party is None or party.expired != self.expired:
+            met, place = len(mapping.destinations(mapping.sent(prefill.pools), prefill.place, decode.place, turn)), self.intro.place
+            party = Party(self.intro.instance, place.rank, met, self.expired, (place.tp_size, place.pp_size))
+            self._parties[turn] = party
+        return party
 
     def shares(self, room: int) -> Mapping[str, Share]:
         """What this prefill rank writes in that room to each of its pools."""
@@ -133,7 +136,7 @@ class Home(Protocol):
 
 def addressee(message: RoomBody) -> Side:
     """The side that a room message is for."""
-    return "prefill" if isinstance(message, Join | Destination | Ack | Abort) else "decode"
+    return "prefill" if isinstance(message, _TO_SENDER) else "decode"
 
 
 def other_side(side: Side) -> Side:

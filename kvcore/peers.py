@@ -153,20 +153,21 @@ class Peers:
             return self._on_hello(route, letter, body)
         if letter.to != self.me.instance:
             return self._write(route, letter.source, Stranger())
-        if isinstance(body, Welcome | Refuse | Stranger):
+        if isinstance(body, (Welcome, Refuse, Stranger)):
             return self._on_answer(route, letter)
-        peer = self.peer("decode" if route.identity is None else "prefill", letter.source)
+        peer = self.pairings.get(("decode" if route.identity is None else "prefill", letter.source))
         if peer is None:  # where a hello of ours is out, it may be paired already from its side
             return self._write(route, letter.source, Ping() if self._greets(route) else Stranger())
         self._hear(peer, route)
         if peer.poisoned:
             return None
-        if isinstance(body, wire.Explain):
-            return self._write(route, letter.source, self._home.stories.answer(body))
-        if isinstance(body, wire.Story):
-            return self._home.stories.told(letter.source, body)
-        if isinstance(body, RoomMessage) and not (peer.side == addressee(body) and self._home.got(peer.side, body, peer.party(body.room))):
-            self.channel.note_bad(f"{type(body).__name__} of room {body.room} from {peer.instance} makes no sense here")
+        if isinstance(body, RoomMessage):
+            if peer.side != addressee(body) or not self._home.got(peer.side, body, peer.party(body.room)):
+                self.channel.note_bad(f"{type(body).__name__} of room {body.room} from {peer.instance} makes no sense here")
+        elif isinstance(body, wire.Explain):
+            self._write(route, letter.source, self._home.stories.answer(body))
+        elif isinstance(body, wire.Story):
+            self._home.stories.told(letter.source, body)
 
     def _greets(self, route: Route) -> bool:
         link = self._links.get(route.address)

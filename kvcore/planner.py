@@ -21,6 +21,8 @@ from kvcore.memory import Indices, PoolGeometry, Region, check_distinct, check_p
 U64 = npt.NDArray[np.uint64]
 I32 = npt.NDArray[np.int32]
 
+_ONE: U64 = np.ones(1, np.uint64)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolPlace:
@@ -156,6 +158,8 @@ def plan(local: Layout, remote: Layout, pages: Mapping[str, tuple[Indices, Indic
             work.append((_place(local, there.geometry.source), there, shares[name], _runs(mine, theirs, shares[name].whole)))
     work.sort(key=lambda item: item[0].first_region)
     size = sum(len(share) * runs.count.size for _, _, share, runs in work)
+    if len(work) == 1 and work[0][2].whole and size == len(work[0][2]):
+        return Plan(_one_run(*work[0]))
     strided = any(not share.whole for _, _, share, _ in work)
     out = Plan(Descriptors.empty(size), Strides(*np.empty((3, size), np.uint64)) if strided else None)
     start = 0
@@ -199,6 +203,10 @@ def split(planned: Plan, max_descriptors: int | None, max_bytes: int | None) -> 
             raise ConfigError(f"{what} is {limit}, which no batch can keep; declare at least 1, or None for no limit")
     if not len(planned):
         return
+    counted = len(planned) if planned.count is None else int(planned.count.sum())
+    if (max_descriptors is None or counted <= max_descriptors) and (max_bytes is None or int(planned.nbytes.sum()) <= max_bytes):
+        yield planned
+        return
     planned = _cut(planned, max_descriptors, max_bytes)
     rows, limits = len(planned), []
     if max_descriptors is not None:
@@ -208,9 +216,6 @@ def split(planned: Plan, max_descriptors: int | None, max_bytes: int | None) -> 
             limits.append((np.cumsum(planned.count, dtype=np.uint64), max_descriptors))
     if max_bytes is not None:
         limits.append((np.cumsum(planned.nbytes, dtype=np.uint64), max_bytes))
-    if len(planned) <= rows and all(int(ends[-1]) <= most for ends, most in limits):
-        yield planned
-        return
     start = 0
     while start < len(planned):
         stop = min(start + rows, len(planned))
@@ -264,6 +269,8 @@ def _check_pair(here: PoolPlace, there: PoolPlace, local: Indices, remote: Indic
 
 def _runs(local: Indices, remote: Indices, merge: bool) -> _Runs:
     """In the order of the remote pages, which are distinct: so every pair that can be merged stands side by side, however it was listed."""
+    if local.size == 1:
+        return _Runs(local.astype(np.uint64), remote.astype(np.uint64), _ONE)
     order = np.argsort(remote, kind="stable")
     local, remote = local[order], remote[order]
     if not merge:
@@ -272,6 +279,17 @@ def _runs(local: Indices, remote: Indices, merge: bool) -> _Runs:
     starts = np.flatnonzero(np.concatenate((np.ones(min(local.size, 1), np.bool_), breaks)))
     counts = np.diff(starts, append=local.size)
     return _Runs(local[starts].astype(np.uint64), remote[starts].astype(np.uint64), counts.astype(np.uint64))
+
+
+def _one_run(here: PoolPlace, there: PoolPlace, share: Share, runs: _Runs) -> Descriptors:
+    """One run of whole pages, a descriptor for each region pair: most rooms of a few pages are this, and go without the general way."""
+    return Descriptors(
+        share.local_region + np.int32(here.first_region),
+        share.remote_region + np.int32(there.first_region),
+        here.page_bytes[share.local_region] * runs.local,
+        there.page_bytes[share.remote_region] * runs.remote,
+        share.length * runs.count,
+    )
 
 
 def _broadcast(out: Plan, here: PoolPlace, there: PoolPlace, share: Share, runs: _Runs) -> None:

@@ -56,7 +56,7 @@ class Room:
     group: PrefillGroup = NOWHERE
     """Receiver: whose ranks it expects."""
     chunks: list[Chunk] = field(default_factory=list)
-    pages: dict[str, Indices] = field(default_factory=dict)
+    pages: dict[str, list[int]] = field(default_factory=dict)
     """Pages handed over so far, per pool and layer of it."""
     layer_sources: Mapping[int, frozenset[str]] = field(default_factory=dict)
     """Receiver: the sender ranks that write each layer."""

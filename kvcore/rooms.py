@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakValueDictionary
 
+from kvcore.alarms import Alarm, Alarms, Armed
 from kvcore.errors import RoomError
-from kvcore.flight import FlightRecord, kept
+from kvcore.flight import Entry, FlightRecord, kept
 from kvcore.logs import SparingLog
 from kvcore.metrics import Meter
 from kvcore.protocol import events as ev, receiver, receiver_state, sender, sender_state
 from kvcore.protocol.messages import Join
 from kvcore.room import NOWHERE, Life, PrefillGroup, Room
 from kvcore.states import KVPoll, RoomId, RoomKey, Side
-from kvcore.timers import Timers
 
 log = logging.getLogger("kvcore.rooms")
 
@@ -40,10 +40,12 @@ State = sender_state.Sender | receiver_state.Receiver
 
 @dataclass(eq=False, slots=True)
 class _Slot:
+    side: Side
+    id: RoomId
     state: State
     room: Room | None = None
-    timers: frozenset[ev.Timer] = frozenset()
-    resend_s: float = 0.0
+    limits: Armed[_Slot] = ()
+    resend: Alarm[_Slot] | None = None
     watchers: list[Callable[[], None]] = field(default_factory=list)
 
 
@@ -64,6 +66,7 @@ class Outside(Protocol):
 _STEP: dict[Side, Callable[..., tuple[State, tuple[ev.Effect, ...]]]] = {"prefill": sender.step, "decode": receiver.step}
 _TIMERS: dict[Side, Callable[..., tuple[ev.Timer, ...]]] = {"prefill": sender_state.timers, "decode": receiver_state.timers}
 _RESEND: dict[Side, Callable[..., tuple[ev.Send, ...]]] = {"prefill": sender_state.resend, "decode": receiver_state.resend}
+_RESENDS: dict[Side, Callable[..., bool]] = {"prefill": sender_state.resends, "decode": receiver_state.resends}
 
 Address = tuple[Side, RoomId]
 
@@ -75,12 +78,11 @@ class RoomTable:
         self, limits: Mapping[str, float | None], rank: int, outside: Outside, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.lock = threading.RLock()
-        self._limits = limits
         self._clock = clock
         self._outside = outside
         self._rank = rank
         self._slots: dict[Address, _Slot] = {}
-        self._timers: Timers[tuple[Side, RoomId, ev.Timer | None]] = Timers()
+        self._alarms: Alarms[_Slot] = Alarms(limits, outside.wake_by)
         self._records: WeakValueDictionary[RoomKey, Room] = WeakValueDictionary()
         self._orphans = 0
         self._stepping = False
@@ -122,7 +124,8 @@ class RoomTable:
             self._events.append((side, room, event, group))
             if self._stepping:
                 return
-            self._stepping, watchers = True, list[Callable[[], None]]()
+            self._stepping = True
+            watchers: list[Callable[[], None]] = []
             try:
                 while self._events:
                     watchers += self._step(*self._events.popleft())
@@ -133,25 +136,27 @@ class RoomTable:
 
     def _step(self, side: Side, room: RoomId, event: ev.Event, group: PrefillGroup) -> list[Callable[[], None]]:
         """Returns who watches a room that has changed."""
-        slot = self._slots.get((side, room)) or _Slot(self._fresh(side, room))
-        if isinstance(event, ev.Got) and isinstance(event.message, Join) and slot.state.empty and self._orphans >= MAX_ORPHANS:
+        slot = self._slots.get((side, room)) or _Slot(side, room, self._fresh(side, room))
+        if self._orphans >= MAX_ORPHANS and isinstance(event, ev.Got) and isinstance(event.message, Join) and slot.state.empty:
             self._dropped.say(logging.WARNING, f"join of room {room} dropped: {MAX_ORPHANS} unknown rooms wait already; it joins again")
             return []
         before = slot.state
         after, effects = _STEP[side](before, event)
         if after is before and not effects:
             return []
-        known = not (before.empty and after.empty)  # what strangers send of rooms that are none is not worth remembering
-        if known:
-            self.flight.note(side, room, event)
-        slot.state = after
-        self._bring_up_to_date(side, room, slot, before.life, group)
-        self._store(side, room, slot, before)
+        entry = None
+        if not (before.empty and after.empty):  # what strangers send of rooms that are none is not worth remembering
+            entry = self.flight.note(side, room, event, effects, _news(before.life, after.life))
+        slot.state, now = after, self._clock()
+        if after.life is not before.life:
+            self._bring_up_to_date(slot, entry, group, now)
+        self._store(slot, before, now)
         for effect in effects:
-            if known:
-                self.flight.note(side, room, effect)
-            self._carry_out(side, room, slot, effect)
-        return list(slot.watchers) if after is not before else []
+            if isinstance(effect, ev.Send):
+                self._outside.send(effect)
+            else:
+                self._carry_out(slot, effect)
+        return slot.watchers if after is not before else []
 
     def clear(self, record: Room) -> None:
         """Drop one lifetime; a live one is aborted first (C3), so that its record shows how it ended."""
@@ -159,7 +164,8 @@ class RoomTable:
             if record.cleared:
                 return
             side, generation = record.key.side, record.key.generation
-            self.apply(side, record.id, ev.Fail(generation, ev.cleared(record.id, side, self._rank)))
+            if not record.status.terminal:
+                self.apply(side, record.id, ev.Fail(generation, ev.cleared(record.id, side, self._rank)))
             self.apply(side, record.id, ev.Clear(generation))
 
     def _fresh(self, side: Side, room: RoomId) -> State:
@@ -172,12 +178,9 @@ class RoomTable:
                 if side in (None, this_side):
                     self.apply(this_side, room, event)
 
-    def _bring_up_to_date(self, side: Side, room: RoomId, slot: _Slot, old: Life | None, group: PrefillGroup) -> None:
+    def _bring_up_to_date(self, slot: _Slot, entry: Entry | None, group: PrefillGroup, now: float) -> None:
         """Make the room record show the new state of its lifetime, or the last one of a lifetime that is gone."""
-        life = slot.state.life
-        if life is old:
-            return
-        record, now = slot.room, self._clock()
+        life, record = slot.state.life, slot.room
         if record is not None and (life is None or life.generation != record.key.generation):
             record.cleared = True
             record.chunks.clear()
@@ -185,65 +188,56 @@ class RoomTable:
         if life is None:
             return
         if record is None:
-            key = RoomKey(side, room.number, room.attempt, life.generation)
-            record = slot.room = self._records[key] = Room(room, key, life, Meter(now), group)
-            self._note_change(record, None, now)
+            key = RoomKey(slot.side, slot.id.number, slot.id.attempt, life.generation)
+            record = slot.room = self._records[key] = Room(slot.id, key, life, Meter(now), group)
+            self._note_change(record, None, entry, now)
             return
         before, record.life = record.life.state, life
         if before is not life.state:
-            self._note_change(record, before, now)
+            self._note_change(record, before, entry, now)
 
-    def _note_change(self, record: Room, old: KVPoll | None, now: float) -> None:
-        life = record.life
-        text = f"{life.state.name}: {life.reason}" if life.reason is not None else life.state.name
-        entry = self.flight.note(record.key.side, record.id, text)
-        if len(record.history) < HISTORY:
+    def _note_change(self, record: Room, old: KVPoll | None, entry: Entry | None, now: float) -> None:
+        if entry is not None and len(record.history) < HISTORY:
             record.history.append(entry)
-        record.meter.state(record.key.side, life.state, now)
+        record.meter.state(record.key.side, record.life.state, now)
         self._outside.changed(record, old)
 
-    def _store(self, side: Side, room: RoomId, slot: _Slot, before: State) -> None:
+    def _store(self, slot: _Slot, before: State, now: float) -> None:
         """Keep or drop the slot, and run exactly the timers that its state wants."""
-        now = self._clock()
-        wanted = frozenset(_TIMERS[side](slot.state))
-        for timer in slot.timers - wanted:
-            self._timers.cancel((side, room, timer))
-        for timer in wanted - slot.timers:
-            delay = self._limits[timer.limit]
-            if delay is not None:
-                self._arm((side, room, timer), delay, now)
-        slot.timers = wanted
-        self._orphans += _is_orphan(slot.state) - _is_orphan(before)
-        self.arriving += _arrives(slot.state) - _arrives(before)
-        if slot.state.empty:
-            if self._slots.pop((side, room), None) is not None:
+        side, state = slot.side, slot.state
+        wanted = _TIMERS[side](state)
+        if wanted or slot.limits:
+            slot.limits = self._alarms.run(slot, slot.limits, wanted, now)
+        self._orphans += state.orphan - before.orphan
+        self.arriving += state.arriving - before.arriving
+        if state.empty:
+            if self._slots.pop((side, slot.id), None) is not None:
                 self.receiving -= side == "decode"
-            self._timers.cancel((side, room, None))
+            self._stop_resends(slot)
             return
-        if (side, room) not in self._slots:
-            self._slots[side, room] = slot
+        if before.empty:
+            self._slots[side, slot.id] = slot
             self.receiving += side == "decode"
-        if _RESEND[side](slot.state):
-            slot.resend_s = self._first_resend_s
-            self._arm((side, room, None), slot.resend_s, now)
+        if _RESENDS[side](state):
+            slot.resend = slot.resend or Alarm(slot, None)
+            self._alarms.arm(slot.resend, self._first_resend_s, now)
         else:
-            self._timers.cancel((side, room, None))
+            self._stop_resends(slot)
 
-    def _arm(self, key: tuple[Side, RoomId, ev.Timer | None], delay: float, now: float) -> None:
-        self._timers.arm(key, delay, now)
-        self._outside.wake_by(now + delay)
+    def _stop_resends(self, slot: _Slot) -> None:
+        if slot.resend is not None:
+            self._alarms.timers.cancel(slot.resend)
+            slot.resend = None
 
-    def _carry_out(self, side: Side, room: RoomId, slot: _Slot, effect: ev.Effect) -> None:
-        if isinstance(effect, ev.Send):
-            self._outside.send(effect)
-        elif isinstance(effect, ev.Start):
+    def _carry_out(self, slot: _Slot, effect: ev.Start | ev.Seek | ev.Cancel | ev.Forget | ev.Unproven) -> None:
+        if isinstance(effect, ev.Start):
             assert slot.room is not None
             self._outside.start(slot.room, effect)
         elif isinstance(effect, ev.Seek):
             assert slot.room is not None
             self._outside.seek(slot.room)
         else:
-            key = RoomKey(side, room.number, room.attempt, effect.generation)
+            key = RoomKey(slot.side, slot.id.number, slot.id.attempt, effect.generation)
             if isinstance(effect, ev.Cancel):
                 self._outside.cancel(key)
             elif isinstance(effect, ev.Forget):
@@ -259,26 +253,25 @@ class RoomTable:
     def tick(self, now: float) -> float | None:
         """Fire what is due; returns when the next timer is. Called by the control thread."""
         with self.lock:
-            for side, room, timer in self._timers.take_due(now):
-                slot = self._slots.get((side, room))
-                if slot is None:
-                    continue
-                if timer is None:
-                    self._resend(side, room, slot, now)
-                    continue
-                slot.timers -= {timer}
-                note = self._outside.why_not_reached(slot.room) if slot.room is not None else ""
-                self.apply(side, room, ev.Timeout(timer, note))
-            return self._timers.next_due()
+            for alarm in self._alarms.timers.take_due(now):
+                slot = alarm.owner
+                if alarm.timer is None:
+                    self._resend(slot, alarm, now)
+                elif alarm in slot.limits:  # which what was due before it may have changed
+                    slot.limits = tuple(other for other in slot.limits if other is not alarm)
+                    note = self._outside.why_not_reached(slot.room) if slot.room is not None else ""
+                    self.apply(slot.side, slot.id, ev.Timeout(alarm.timer, note))
+            return self._alarms.timers.next_due()
 
-    def _resend(self, side: Side, room: RoomId, slot: _Slot, now: float) -> None:
-        sends = _RESEND[side](slot.state)
+    def _resend(self, slot: _Slot, alarm: Alarm[_Slot], now: float) -> None:
+        sends = _RESEND[slot.side](slot.state)
+        if not sends or slot.resend is not alarm:
+            return
+        self.flight.note(slot.side, slot.id, "said again", sends)
         for send in sends:
-            self.flight.note(side, room, send)
             self._outside.send(send)
-        if sends:
-            slot.resend_s = min(2 * slot.resend_s, self._last_resend_s * (1 - room.number % SPREAD / (2 * SPREAD)))
-            self._timers.arm((side, room, None), slot.resend_s, now)
+        longest = self._last_resend_s * (1 - slot.id.number % SPREAD / (2 * SPREAD))
+        self._alarms.arm(alarm, min(2 * alarm.delay_s, longest), now)
 
     # --- questions
 
@@ -323,7 +316,7 @@ class RoomTable:
     def met(self, room: RoomId) -> set[str]:
         """The other instances that took part in a room, as far as is known."""
         with self.lock:
-            return {entry.peer for side in _STEP for entry in self.flight.of(side, room)} - {""}
+            return {peer for side in _STEP for entry in self.flight.of(side, room) for peer in entry.peers}
 
     def watch(self, record: Room, watcher: Callable[[], None]) -> Callable[[], None]:
         """Have ``watcher`` called after every change of a lifetime's room; returns how to stop."""
@@ -374,7 +367,7 @@ class RoomTable:
         """Entries of every per-room store (C7)."""
         counts = dict.fromkeys(("rooms", "tickets", "last_words", "marks", "waiting_joins", "drain_records", "unrouted_aborts"), 0)
         with self.lock:
-            counts["slots"], counts["timers"] = len(self._slots), len(self._timers)
+            counts["slots"], counts["timers"] = len(self._slots), len(self._alarms.timers)
             counts["watchers"] = sum(len(slot.watchers) for slot in self._slots.values())
             states = [slot.state for slot in self._slots.values()]
         for state in states:
@@ -390,11 +383,8 @@ class RoomTable:
         return counts
 
 
-def _is_orphan(state: State) -> bool:
-    return isinstance(state, sender_state.Sender) and bool(state.waiting)
-
-
-def _arrives(state: State) -> bool:
-    if not isinstance(state, receiver_state.Receiver):
-        return False
-    return bool(state.drains) or (state.life is not None and state.life.state is KVPoll.TRANSFERRING)
+def _news(old: Life | None, new: Life | None) -> str:
+    """What a step has made of a lifetime's state, in words; "" if nothing."""
+    if new is None or (old is not None and new.state is old.state and new.generation == old.generation):
+        return ""
+    return f"{new.state.name}: {new.reason}" if new.reason is not None else new.state.name

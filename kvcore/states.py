@@ -24,10 +24,11 @@ class KVPoll(enum.IntEnum):
     TRANSFERRING = 3
     SUCCESS = 4
 
-    @property
-    def terminal(self) -> bool:
-        """Whether the room has ended: ``SUCCESS`` or ``FAILED``."""
-        return self is KVPoll.SUCCESS or self is KVPoll.FAILED
+    terminal: bool
+    """Whether the room has ended: ``SUCCESS`` or ``FAILED``."""
+
+    def __init__(self, value: int) -> None:
+        self.terminal = value in (0, 4)
 
 
 class FailureCode(str, enum.Enum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -122,9 +122,10 @@ def _transfers(entry: Entry, local: Layout, peer: PeerView, capabilities: Capabi
         )
         for part in parts:
             each = part.descriptors()
-            arrays = (each.local_region, each.remote_region, each.local_offset, each.remote_offset, each.length)
-            transfer = Transfer(entry.room.key, entry.pair.peer, *arrays, local.base, peer.layout.base, entry.number)
-            yield replace(transfer, pool=pool, local_pages=mine, remote_pages=theirs) if named else transfer
+            yield Transfer(
+                entry.room.key, entry.pair.peer, each.local_region, each.remote_region, each.local_offset, each.remote_offset, each.length,
+                local.base, peer.layout.base, entry.number, *((pool, mine, theirs) if named else ()),
+            )  # fmt: skip
 
 
 def _batches(shares: Mapping[str, Share], pages: Pages, capabilities: Capabilities) -> Iterator[Pages]:

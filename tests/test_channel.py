@@ -29,6 +29,7 @@ class Port:
         self.turns: list[int] = []
         self.held = threading.Event()
         self.held.set()
+        self.due_in_s: float | None = None
         self.channel = Channel(Address("127.0.0.1", 0), "port", 5.0, self.on_frame, self.on_tick)
 
     def on_frame(self, route: Route, frame: bytes) -> None:
@@ -38,7 +39,7 @@ class Port:
 
     def on_tick(self, now: float) -> float | None:
         self.turns.append(len(self.frames))
-        return None
+        return None if self.due_in_s is None else now + self.due_in_s
 
 
 @contextmanager
@@ -99,6 +100,8 @@ def test_p5_a_frame_above_the_bound_closes_that_connection_only() -> None:
 def test_a_peer_that_floods_leaves_other_work_its_turn() -> None:
     """At most 256 frames of one socket are taken before timers, calls and other sockets are looked at again."""
     with listening() as port, dealer(port, high_water=1) as flooding:
+        port.due_in_s = 0.0
+        port.channel.wake_by(0.0)
         port.held.clear()
         for number in range(3000):
             flooding.send(number.to_bytes(2, "big"))  # blocks, so that at the end nearly all of it is at the other side

@@ -62,14 +62,14 @@ def in_order(story: str, *parts: str) -> bool:
 def test_it_keeps_the_newest_and_no_page_lists() -> None:
     record, message = FlightRecord(), Destination(7, 0, 1, 2, (PoolPages("kv", b"\1\0\0\0"),))
     record.note("prefill", ROOM, ev.Got(message, ev.Party("decode-1")))
-    record.note("decode", ROOM, ev.Send("prefill-1", message))
+    record.note("decode", ROOM, "said again", (ev.Send("prefill-1", message),))
     record.note("decode", ROOM, ev.Receive(1, message.pages))
     [got] = record.of("prefill", ROOM)
     sent, received = record.of("decode", ROOM)
     assert "PoolPages" not in repr([got, sent, received])
-    assert got.text == "got Destination (receiver 1, sender 2) from decode-1" and got.peer == "decode-1"
-    assert sent.text == "sent Destination (receiver 1, sender 2) to prefill-1" and sent.peer == "prefill-1"
-    assert received.text == "the destination was handed over: 1 pages of 'kv'" and received.peer == ""
+    assert got.texts == ["got Destination (receiver 1, sender 2) from decode-1"] and got.peers == {"decode-1"}
+    assert sent.texts == ["said again", "sent Destination (receiver 1, sender 2) to prefill-1"] and sent.peers == {"prefill-1"}
+    assert received.texts == ["the destination was handed over: 1 pages of 'kv'"] and received.peers == set()
     for _ in range(MOST_ENTRIES + 5):
         record.note("prefill", RoomId(8), "more")
     assert len(record) == MOST_ENTRIES and record.of("prefill", ROOM) == []

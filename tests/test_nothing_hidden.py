@@ -35,7 +35,7 @@ COVERED = {
     "slots": [f"{TABLE}._slots"],
     "watchers": [f"{TABLE}._slots[].watchers"],
     "records": [f"{TABLE}._records"],
-    "timers": [f"{TABLE}._timers._delay_of"],
+    "timers": [f"{TABLE}._alarms.timers._delay_of"],
     "tickets": [f"{STATE}.flights[].running", f"{STATE}.flights[].stuck"],
     "last_words": [f"{STATE}.words"],
     "marks": [f"{STATE}.marks"],
@@ -64,7 +64,7 @@ COVERED = {
 """The paths that each store of ``stats`` is the size of, summed up."""
 
 SAME_AS = {
-    f"{TABLE}._timers._queues[]": "timers",
+    f"{TABLE}._alarms.timers._queues[]": "timers",
     f"{CORE}.channel._routes": "links",
     "backend._links": "peers",
     "backend._connections": "peers",
@@ -85,7 +85,7 @@ PARTS = {
 MOST_PARTS = 16
 
 BOUNDED = {
-    f"{TABLE}._timers._queues": 32,  # one for each delay: limits, and steps of repetition
+    f"{TABLE}._alarms.timers._queues": 32,  # one for each delay: limits, and steps of repetition
     f"{TABLE}.flight._ring": 32_768,
     f"{TABLE}.flight._rooms": 32_768,
     f"{TABLE}.flight._rooms[]": 32_768,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvcore.protocol.messages import AnyRoomMessage, PoolPages
-from kvcore.states import FailureCode, KVPoll, Reason, RoomId, Side
+from kvcore.states import FailureCode, Reason, RoomId, Side
 
 
 class Party(NamedTuple):
@@ -179,12 +179,8 @@ class Unproven(msgspec.Struct, frozen=True):
 
 Effect = Send | Start | Cancel | Seek | Forget | Unproven
 
-LIMIT_OF = {
-    KVPoll.BOOTSTRAPPING: "bootstrap_s",
-    KVPoll.WAITING_FOR_INPUT: "input_s",
-    KVPoll.TRANSFERRING: "transfer_s",
-}
-"""The limit of each state that is not terminal (S8); the same on both sides."""
+LIMIT_OF = ("", "bootstrap_s", "input_s", "transfer_s", "")
+"""The limit of each state by its number, if it is not terminal (S8); the same on both sides."""
 
 
 def timed_out(room: RoomId, limit: str, waited_for: str, note: str) -> str:

@@ -82,10 +82,18 @@ class Receiver(msgspec.Struct, frozen=True):
     unrouted: tuple[Unrouted, ...] = ()
     rank: int = 0
 
+    orphan = False
+    """A receiver speaks first."""
+
     @property
     def empty(self) -> bool:
         """Nothing is stored."""
         return self.life is None and not (self.drains or self.unrouted)
+
+    @property
+    def arriving(self) -> bool:
+        """Data may be on its way."""
+        return bool(self.drains) or (self.life is not None and self.life.state is KVPoll.TRANSFERRING)
 
 
 def timers(state: Receiver) -> tuple[Timer, ...]:
@@ -99,6 +107,14 @@ def timers(state: Receiver) -> tuple[Timer, ...]:
         wanted.append(Timer("quarantine_s" if drain.published else "orphan_s", ("drain", drain.party.instance, drain.rg)))
     wanted += [Timer("orphan_s", ("unrouted", item.rg)) for item in state.unrouted]
     return tuple(wanted)
+
+
+def resends(state: Receiver) -> bool:
+    """Whether ``resend`` has anything to say."""
+    life = state.life
+    if life is not None and not life.state.terminal and any(source.state is not KVPoll.SUCCESS for source in life.sources):
+        return True
+    return any(drain.asking for drain in state.drains)
 
 
 def resend(state: Receiver) -> tuple[Send, ...]:

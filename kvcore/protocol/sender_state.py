@@ -123,10 +123,18 @@ class Sender(msgspec.Struct, frozen=True):
     waiting: tuple[tuple[Party, int], ...] = ()
     rank: int = 0
 
+    arriving = False
+    """Nothing is written here."""
+
     @property
     def empty(self) -> bool:
         """Nothing is stored."""
         return self.life is None and not (self.flights or self.words or self.marks or self.waiting)
+
+    @property
+    def orphan(self) -> bool:
+        """Somebody has joined a room that nobody has opened here."""
+        return bool(self.waiting)
 
 
 def timers(state: Sender) -> tuple[Timer, ...]:
@@ -140,6 +148,11 @@ def timers(state: Sender) -> tuple[Timer, ...]:
     wanted += [Timer("mark_s", ("mark", mark.generation)) for mark in state.marks]
     wanted += [Timer("orphan_s", ("join", party.instance, rg)) for party, rg in state.waiting]
     return tuple(wanted)
+
+
+def resends(state: Sender) -> bool:
+    """Whether ``resend`` has anything to say."""
+    return bool(state.words)
 
 
 def resend(state: Sender) -> tuple[Send, ...]:

@@ -129,7 +129,7 @@ def broken_tickets(pair: Duo, patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(pair.decode._core._ledger, "turn", turn)
     patch.setattr(pair.decode._core._ledger, "_at_rest", lambda: False)
-    pair.decode._core._ledger._bell.set()
+    pair.decode._core._ledger._bell.ring()
 
 
 @pytest.mark.parametrize("broken", [broken_turns, broken_socket, broken_tickets])

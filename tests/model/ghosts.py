@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvcore import handles, ledger, rooms
+from kvcore import alarms, handles, ledger, rooms
 from kvcore.room import Room
 from kvcore.states import KVPoll, Reason, RoomId, RoomKey, Side
 from tests.protocol.world import Violation as Violation
@@ -24,6 +24,7 @@ class Modules(NamedTuple):
     rooms: ModuleType = rooms
     ledger: ModuleType = ledger
     handles: ModuleType = handles
+    alarms: ModuleType = alarms
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcore import handles, ledger, rooms
+from kvcore import alarms, handles, ledger, rooms
 from tests.model import scenarios as script, ticket_scenarios as tickets
 from tests.model.ghosts import Modules
 from tests.model.staging import Scenario
 from tests.protocol.mutation import Patch, patched
 
-SHIPPED = {"rooms": rooms, "ledger": ledger, "handles": handles}
+SHIPPED = {"alarms": alarms, "rooms": rooms, "ledger": ledger, "handles": handles}
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ ROOMS = (
         "an end that removes the record",
         script.aborts,
         "S3 A2",
-        ("rooms", "            self._note_change(record, before, now)\n\n", "            self._note_change(record, before, now)\n            slot.room = None if life.state.terminal else record\n\n"),
+        ("rooms", "            self._note_change(record, before, entry, now)\n\n", "            self._note_change(record, before, entry, now)\n            slot.room = None if life.state.terminal else record\n\n"),
     ),
     _mutant(
         "a clear that forgets the chunks",
@@ -61,7 +61,7 @@ ROOMS = (
         "a clear that keeps the empty slot",
         script.rooms_end_well,
         "C7",
-        ("rooms", "            if self._slots.pop((side, room), None) is not None:\n                self.receiving -= side == \"decode\"\n", "            self._slots[side, room] = slot\n"),
+        ("rooms", "            if self._slots.pop((side, slot.id), None) is not None:\n                self.receiving -= side == \"decode\"\n", "            self._slots[side, slot.id] = slot\n"),
     ),
     _mutant(
         "a slot that goes and still counts as receiving",
@@ -73,50 +73,50 @@ ROOMS = (
         "a clear that forgets the timer of its resends",
         script.nobody_is_there,
         "C7",
-        ("rooms", "            self._timers.cancel((side, room, None))\n            return", "            return"),
+        ("rooms", "            self._stop_resends(slot)\n            return", "            return"),
     ),
     _mutant(
         "a timer that is not cancelled",
         script.rooms_end_well,
         "C7",
-        ("rooms", "            self._timers.cancel((side, room, timer))\n", "            pass\n"),
+        ("alarms", "                self.timers.cancel(alarm)\n", "                pass\n"),
     ),
     _mutant(
         "the limit of the first state alone",
         script.limits_pass,
         "S8",
-        ("rooms", "for timer in wanted - slot.timers:", "for timer in wanted - slot.timers if not slot.timers else ():"),
+        ("alarms", "        for timer in wanted:\n", "        for timer in wanted if not armed else ():\n"),
     ),
     _mutant(
         "a limit that nobody is woken for",
         script.limits_pass,
         "S8",
-        ("rooms", "        self._outside.wake_by(now + delay)\n", ""),
+        ("alarms", "        self._wake_by(now + delay)\n", ""),
     ),
     _mutant(
         "a limit that runs anew with every event",
         script.other_events_restart_no_limit,
         "S8",
-        ("rooms", "for timer in wanted - slot.timers:", "for timer in wanted:"),
+        ("alarms", "            if alarm.timer in wanted:\n", "            if False:\n"),
     ),
     _mutant(
         "a limit taken from another state",
         script.limits_pass,
         "S8",
-        ("rooms", "delay = self._limits[timer.limit]", 'delay = self._limits[timer.limit.replace("input_s", "transfer_s")]'),
+        ("alarms", "delay = self._limits[timer.limit]", 'delay = self._limits[timer.limit.replace("input_s", "transfer_s")]'),
     ),
     _mutant(
         "a clear that does not tell the peer",
         script.a_clear_is_told,
         "C3",
-        ("rooms", "            self._outside.send(effect)\n        elif", "            if slot.room is None or slot.room.status is not KVPoll.FAILED:\n                self._outside.send(effect)\n        elif"),
-        ("rooms", "        for send in sends:\n            self.flight", "        for send in sends if slot.room is not None else ():\n            self.flight"),
+        ("rooms", "            if isinstance(effect, ev.Send):\n", "            if isinstance(effect, ev.Send) and slot.room is not None and slot.room.status is KVPoll.FAILED:\n                continue\n            if isinstance(effect, ev.Send):\n"),
+        ("rooms", "        for send in sends:\n            self._outside", "        for send in sends if slot.room is not None else ():\n            self._outside"),
     ),
     _mutant(
         "a clear that leaves the handle without an end",
         script.aborts,
         "C3 C5 S7",
-        ("rooms", "            self.apply(side, record.id, ev.Fail(generation, ev.cleared(record.id, side, self._rank)))\n", ""),
+        ("rooms", "                self.apply(side, record.id, ev.Fail(generation, ev.cleared(record.id, side, self._rank)))\n", "                pass\n"),
     ),
     _mutant(
         "an old handle that clears the newer lifetime",
@@ -165,13 +165,13 @@ ROOMS = (
         "a resend that comes once",
         script.letters_are_lost,
         "P6 S8",
-        ("rooms", "            self._timers.arm((side, room, None), slot.resend_s, now)\n", ""),
+        ("rooms", "        self._alarms.arm(alarm, min(2 * alarm.delay_s, longest), now)\n", ""),
     ),
     _mutant(
         "a resend that says nothing",
         script.letters_are_lost,
         "P6",
-        ("rooms", "            self.flight.note(side, room, send)\n            self._outside.send(send)\n", "            self.flight.note(side, room, send)\n"),
+        ("rooms", "            self._outside.send(send)\n", "            pass\n"),
     ),
     _mutant(
         "a lost peer that only its newest room hears of",
@@ -326,7 +326,7 @@ HANDLES = (
         "a late success after a failure, computed from tickets",
         script.the_last_ticket_ends_after_an_abort,
         "S1 S4",
-        ("handles", "        return self._room.life.state\n", "        done = self._room.pages and self._room.meter.bytes == 8 * sum(self._room.pages.values())\n        return KVPoll.SUCCESS if done else self._room.life.state\n"),
+        ("handles", "        return self._room.life.state\n", "        done = self._room.pages and self._room.meter.bytes == 8 * sum(map(sum, self._room.pages.values()))\n        return KVPoll.SUCCESS if done else self._room.life.state\n"),
     ),
     _mutant(
         "a poll that asks the store for whichever lifetime is there",
