@@ -44,7 +44,9 @@ class Raw:
     gb_per_s: float
     gb_per_s_each: tuple[float, ...]
     prefill_cpu_s_per_gib: float
+    prefill_cpu_s_per_gib_each: tuple[float, ...]
     decode_cpu_s_per_gib: float
+    decode_cpu_s_per_gib_each: tuple[float, ...]
     kvcore_share: float
     kvcore_share_each: tuple[float, ...]
 
@@ -127,9 +129,19 @@ def result(
 
 
 def _raw(floor: Figures, rates: Sequence[float], nbytes: int) -> Raw:
-    cpu = {side: statistics.median(each) / nbytes * GIB for side, each in floor.cpu_s.items()}
-    rate = statistics.median(floor.rates)
-    return Raw(floor.way, floor.tried, rate, floor.rates, cpu["prefill"], cpu["decode"], floor.share(rates), floor.shares(rates))
+    cpu = {side: tuple(seconds / nbytes * GIB for seconds in each) for side, each in floor.cpu_s.items()}
+    return Raw(
+        way=floor.way,
+        tried_gb_per_s=floor.tried,
+        gb_per_s=statistics.median(floor.rates),
+        gb_per_s_each=floor.rates,
+        prefill_cpu_s_per_gib=statistics.median(cpu["prefill"]),
+        prefill_cpu_s_per_gib_each=cpu["prefill"],
+        decode_cpu_s_per_gib=statistics.median(cpu["decode"]),
+        decode_cpu_s_per_gib_each=cpu["decode"],
+        kvcore_share=floor.share(rates),
+        kvcore_share_each=floor.shares(rates),
+    )
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:

@@ -63,7 +63,9 @@ class Raw:
     transfers_per_s: float
     transfers_per_s_each: tuple[float, ...]
     prefill_cpu_us_per_transfer: float
+    prefill_cpu_us_per_transfer_each: tuple[float, ...]
     decode_cpu_us_per_transfer: float
+    decode_cpu_us_per_transfer_each: tuple[float, ...]
     kvcore_share: float
     kvcore_share_each: tuple[float, ...]
     transfer_ms: float | None
@@ -217,10 +219,21 @@ def result(
 
 
 def _raw(floor: Figures, rates: Sequence[float], rooms: int) -> Raw:
-    cpu = {side: statistics.median(each) / rooms * 1e6 for side, each in floor.cpu_s.items()}
-    rate, alone = statistics.median(floor.rates), statistics.median(floor.alone_ms) if floor.alone_ms else None
-    shares = (floor.share(rates), floor.shares(rates))
-    return Raw(floor.way, floor.tried, rate, floor.rates, cpu["prefill"], cpu["decode"], *shares, alone, floor.alone_ms)
+    cpu = {side: tuple(seconds / rooms * 1e6 for seconds in each) for side, each in floor.cpu_s.items()}
+    return Raw(
+        way=floor.way,
+        tried_per_s=floor.tried,
+        transfers_per_s=statistics.median(floor.rates),
+        transfers_per_s_each=floor.rates,
+        prefill_cpu_us_per_transfer=statistics.median(cpu["prefill"]),
+        prefill_cpu_us_per_transfer_each=cpu["prefill"],
+        decode_cpu_us_per_transfer=statistics.median(cpu["decode"]),
+        decode_cpu_us_per_transfer_each=cpu["decode"],
+        kvcore_share=floor.share(rates),
+        kvcore_share_each=floor.shares(rates),
+        transfer_ms=statistics.median(floor.alone_ms) if floor.alone_ms else None,
+        transfer_ms_each=floor.alone_ms,
+    )
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
