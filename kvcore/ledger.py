@@ -227,7 +227,7 @@ class Ledger:
             self._fail(entry, FailureCode.INTERNAL, f"chunk {entry.number}: {cause(error)}")
             return None
         if transfer is not None:
-            return Part(transfer)
+            return Part(transfer, transfer.nbytes)
         entry.coming = None
         self._settle(entry)
         return None
@@ -241,7 +241,7 @@ class Ledger:
 
     def _submit(self, entry: Entry, part: Part) -> None:
         entry.running.append(part)
-        if self._capabilities.blocking:
+        if self._capabilities.blocking and not (part.nbytes <= self._capabilities.quick_bytes and self.workers.idle):
             part.job = Job(entry.pair.peer, lambda: self._work(entry, part))
             return self.workers.put(part.job)
         self._begin(entry, part, self._clock())
@@ -307,8 +307,8 @@ class Ledger:
             part.retry_s = min(2 * part.retry_s, LAST_RETRY_S)
             entry.waiting.appendleft(part)
         elif state.kind is TicketKind.DONE:
-            entry.room.meter.bytes += part.transfer.nbytes
-            self._metrics.count("kvcore_bytes_total", part.transfer.nbytes)
+            entry.room.meter.bytes += part.nbytes
+            self._metrics.count("kvcore_bytes_total", part.nbytes)
         elif state.kind is TicketKind.FAILED:
             entry.unproven |= state.quiescent is not True
             code = FailureCode.PEER_LOST if state.peer_broken else FailureCode.BACKEND

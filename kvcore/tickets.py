@@ -48,6 +48,7 @@ class Part:
     """
 
     transfer: Transfer
+    nbytes: int
     ticket: Ticket | None = None
     job: Job | None = None
     peer: PeerView | None = None

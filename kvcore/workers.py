@@ -88,6 +88,11 @@ class Workers:
             return list(self._threads)
 
     @property
+    def idle(self) -> bool:
+        """Whether no job waits, runs, or was written off and has not returned. For who alone puts jobs."""
+        return not (self._lanes or self._running or self._stuck)
+
+    @property
     def healthy(self) -> bool:
         """Whether a new job of any peer would get a worker."""
         with self._lock:

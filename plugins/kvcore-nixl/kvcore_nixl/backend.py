@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvcore import BackendInfo, Capabilities, ConfigError, Endpoint, Region, RegistrationError, TicketKind, TicketState, Transfer, hookimpl
-from kvcore.hookspecs import DONE, PENDING, Fact, OpenContext, Peer
+from kvcore.hookspecs import DONE, PENDING, RETRY, Fact, OpenContext, Peer
 from kvcore.memory import PoolGeometry
 from kvcore.page_lists import PageList, page_lists
 from kvcore.planner import I32, U64
@@ -30,9 +30,8 @@ from kvcore_nixl.options import NixlOptions
 # Over shared memory a post is the copy itself, so it blocks. Over TCP a dead writer's last bytes may still wait in a socket here.
 ABLE = Capabilities(
     memory=frozenset({"cpu", "cuda", "rocm"}), blocking=True, needs_progress=True, needs_process_to_write=False,
-    descriptors="pages", max_descriptors=4096, max_bytes=64 << 20,
+    descriptors="pages", max_descriptors=4096, max_bytes=64 << 20, quick_bytes=64 << 10,
 )  # fmt: skip
-NONE = np.empty(0, np.uint64)
 LEAVE_S = 1.0  # how long a disconnect waits for what is in flight
 
 
@@ -143,8 +142,7 @@ class NixlBackend:
         if hashlib.sha256(peer.id.encode() + metadata).digest() != digest or not metadata.startswith(native.head(peer.id)):
             raise ConnectionError(f"peer {peer.id} sent NIXL metadata that is damaged, or another's; have it pair again")
         with self._lock:
-            known = self._peers.get(peer.id)
-            if known and known.metadata == metadata and not known.broken:
+            if (known := self._peers.get(peer.id)) and known.metadata == metadata and not known.broken:
                 known.leaving = False
                 return
             if self._runs(peer.id):
@@ -175,19 +173,19 @@ class NixlBackend:
     @hookimpl
     def kvcore_transfer(self, transfer: Transfer) -> Job | TicketState:
         """Post one request. What fails before the post is quiescent; what fails in it is not known to be."""
-        with self._lock:
+        with contextlib.ExitStack() as leaving:
+            if not self._lock.acquire(blocking=transfer.nbytes > ABLE.quick_bytes):
+                return RETRY  # a quick one may be posted from the progress thread, which waits for nobody
+            leaving.callback(self._lock.release)
             peer = self._peers.get(transfer.peer)
             if peer is None or peer.leaving or peer.broken:
                 return TicketState(TicketKind.FAILED, f"peer {transfer.peer} is not connected", quiescent=True, peer_broken=True)
+            job = None
             try:
-                handle = self._request(transfer, peer)
+                self._jobs.add(job := Job(transfer.peer, self._request(transfer, peer)))
+                return job if (state := self._look(job, self._agent.transfer(job.handle))) is PENDING else state
             except Exception as error:
-                return self._failed(transfer.peer, error, quiescent=True)
-            self._jobs.add(job := Job(transfer.peer, handle))
-            try:
-                return job if (state := self._look(job, self._agent.transfer(handle))) is PENDING else state
-            except Exception as error:
-                return self._failed(transfer.peer, error)
+                return self._failed(transfer.peer, error, quiescent=job is None)
 
     @hookimpl
     def kvcore_poll(self, tickets: Sequence[Job]) -> list[TicketState]:
@@ -244,7 +242,7 @@ class NixlBackend:
                 own, left = Agent.of((), pages.regions), left - len(pages)
                 rows = np.stack((pages.address, pages.length, np.repeat(own.devices, pages.num_pages)), axis=1)
                 handle = self._agent.prep_xfer_dlist(agent.name, rows, own.kinds[0])
-                agent.prepared[pool] = replace(pages, address=NONE, length=NONE), handle  # which are large
+                agent.prepared[pool] = replace(pages, address=(none := np.empty(0, np.uint64)), length=none), handle  # which are large
 
     def _request(self, transfer: Transfer, peer: Agent) -> Any:
         """A NIXL request: picked from prepared lists, unless merged runs of pages make for far fewer descriptors."""
