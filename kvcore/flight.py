@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -23,7 +23,7 @@ MOST_ENTRIES = 32_768
 """Entries of one manager; of more the oldest goes. A room takes about twenty."""
 
 
-class Entry(NamedTuple):
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """One thing that happened to a room: at a monotonic time, and what, as text or as the event that tells it; what was done about it;
     and the state that it brought, in words ("": none)."""
 
@@ -134,11 +134,16 @@ def _lightened(what: Any) -> Any:
 
 
 def _slim(message: AnyRoomMessage) -> AnyRoomMessage:
-    changes: dict[str, Any] = {name: type(value)() for name in ("pages", "layers", "record") if (value := getattr(message, name, None))}
+    if isinstance(message, Destination):
+        return msgspec.structs.replace(message, pages=())
+    if isinstance(message, Layers):
+        return msgspec.structs.replace(message, layers=())
+    if isinstance(message, Status) and message.record:
+        message = msgspec.structs.replace(message, record=b"")
     reason: Reason | None = getattr(message, "reason", None)
-    if reason is not None and len(reason.text) > MOST_REASON:
-        changes["reason"] = Reason.of(reason.code, reason.text[:MOST_REASON], reason.side, reason.rank)
-    return msgspec.structs.replace(message, **changes) if changes else message
+    if reason is None or len(reason.text) <= MOST_REASON:
+        return message
+    return msgspec.structs.replace(message, reason=Reason.of(reason.code, reason.text[:MOST_REASON], reason.side, reason.rank))
 
 
 def _message(message: AnyRoomMessage) -> str:

@@ -40,7 +40,7 @@ class Capabilities:
     """``kvcore_transfer`` may block; the core calls it on workers of its own, beside every other hook."""
     parallel: int = 1
     """With ``blocking``: transfers that may run at once. Of several the last is kept for a peer that has none running (B5)."""
-    quick_bytes: int = 0
+    quick_bytes: int | None = None
     """With ``blocking``: a transfer of at most so many bytes returns within a millisecond, as the other hooks do, unless one that blocks
     is under way. The core posts it without a worker while none has anything to do; what has to wait after all answers RETRY."""
     visible_on_done: bool = True

@@ -241,7 +241,7 @@ class Ledger:
 
     def _submit(self, entry: Entry, part: Part) -> None:
         entry.running.append(part)
-        if self._capabilities.blocking and not (part.nbytes <= self._capabilities.quick_bytes and self.workers.idle):
+        if self._capabilities.blocking and not (part.nbytes <= (self._capabilities.quick_bytes or 0) and self.workers.idle):
             part.job = Job(entry.pair.peer, lambda: self._work(entry, part))
             return self.workers.put(part.job)
         self._begin(entry, part, self._clock())

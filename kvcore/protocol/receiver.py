@@ -67,13 +67,13 @@ class _Turn:
 
     def set_source(self, life: Life, source: Source) -> Life:
         """Store one sender rank's part, and what it means for the room's state."""
-        sources = tuple(source if old.party.instance == source.party.instance else old for old in life.sources)
-        life = replace(life, sources=sources)
-        if all(item.state is KVPoll.SUCCESS for item in sources):
-            life = replace(life, state=KVPoll.SUCCESS)
-        elif life.joined:
-            begun = any(item.state >= KVPoll.TRANSFERRING for item in sources)
-            life = replace(life, state=max(life.state, KVPoll.TRANSFERRING if begun else KVPoll.WAITING_FOR_INPUT))
+        sources = tuple([source if old.party.instance == source.party.instance else old for old in life.sources])
+        states, state = [item.state for item in sources], life.state
+        if min(states) is KVPoll.SUCCESS:
+            state = KVPoll.SUCCESS
+        elif all(item.sg for item in sources):
+            state = max(state, KVPoll.TRANSFERRING if max(states) >= KVPoll.TRANSFERRING else KVPoll.WAITING_FOR_INPUT)
+        life = replace(life, sources=sources, state=state)
         self.set_life(life)
         return life
 

@@ -48,7 +48,10 @@ class Life(msgspec.Struct, frozen=True):
 
     def source(self, instance: str) -> Source | None:
         """The expected sender rank that is this instance."""
-        return next((source for source in self.sources if source.party.instance == instance), None)
+        for source in self.sources:
+            if source.party.instance == instance:
+                return source
+        return None
 
 
 class Drain(msgspec.Struct, frozen=True):
@@ -105,16 +108,17 @@ def timers(state: Receiver) -> tuple[Timer, ...]:
         wanted.append(Timer(LIMIT_OF[life.state], ("state", life.generation, restarted)))
     for drain in state.drains:
         wanted.append(Timer("quarantine_s" if drain.published else "orphan_s", ("drain", drain.party.instance, drain.rg)))
-    wanted += [Timer("orphan_s", ("unrouted", item.rg)) for item in state.unrouted]
+    for item in state.unrouted:
+        wanted.append(Timer("orphan_s", ("unrouted", item.rg)))
     return tuple(wanted)
 
 
 def resends(state: Receiver) -> bool:
     """Whether ``resend`` has anything to say."""
     life = state.life
-    if life is not None and not life.state.terminal and any(source.state is not KVPoll.SUCCESS for source in life.sources):
+    if life is not None and life.sources and not life.state.terminal:
         return True
-    return any(drain.asking for drain in state.drains)
+    return bool(state.drains) and any(drain.asking for drain in state.drains)
 
 
 def resend(state: Receiver) -> tuple[Send, ...]:

@@ -75,7 +75,10 @@ class Life(msgspec.Struct, frozen=True):
 
     def dest(self, rank: int) -> Dest | None:
         """The bound destination of that rank."""
-        return next((dest for dest in self.dests if dest.party.rank == rank), None)
+        for dest in self.dests:
+            if dest.party.rank == rank:
+                return dest
+        return None
 
     def pair(self, dest: Dest) -> Pair:
         """The pair a bound destination makes with this lifetime."""
@@ -143,10 +146,14 @@ def timers(state: Sender) -> tuple[Timer, ...]:
     life = state.life
     if life is not None and not life.state.terminal:
         wanted.append(Timer(LIMIT_OF[life.state], ("state", life.generation)))
-    wanted += [Timer("quarantine_s", ("ticket", flight.pair, chunk)) for flight in state.flights for chunk in sorted(flight.stuck)]
-    wanted += [Timer("orphan_s", ("word", word.pair)) for word in state.words]
-    wanted += [Timer("mark_s", ("mark", mark.generation)) for mark in state.marks]
-    wanted += [Timer("orphan_s", ("join", party.instance, rg)) for party, rg in state.waiting]
+    for flight in state.flights:
+        wanted += [Timer("quarantine_s", ("ticket", flight.pair, chunk)) for chunk in sorted(flight.stuck)]
+    for word in state.words:
+        wanted.append(Timer("orphan_s", ("word", word.pair)))
+    for mark in state.marks:
+        wanted.append(Timer("mark_s", ("mark", mark.generation)))
+    for party, rg in state.waiting:
+        wanted.append(Timer("orphan_s", ("join", party.instance, rg)))
     return tuple(wanted)
 
 

@@ -175,7 +175,7 @@ MISTAKES = (
         "a last word that is kept for ever",
         ONE,
         "C7",
-        ("sender_state", '    wanted += [Timer("orphan_s", ("word", word.pair)) for word in state.words]\n', ""),
+        ("sender_state", '        wanted.append(Timer("orphan_s", ("word", word.pair)))\n', "        pass\n"),
     ),
     _mutant(
         "a limit that fires late",
@@ -345,7 +345,7 @@ MISTAKES = (
         "a success of one sender rank taken as all",
         SENDERS_BYTES,
         "R6",
-        ("receiver", "if all(item.state is KVPoll.SUCCESS for item in sources):", "if any(item.state is KVPoll.SUCCESS for item in sources):"),
+        ("receiver", "if min(states) is KVPoll.SUCCESS:", "if max(states) is KVPoll.SUCCESS:"),
     ),
     _mutant(
         "a chunk after the last",

@@ -174,7 +174,7 @@ class NixlBackend:
     def kvcore_transfer(self, transfer: Transfer) -> Job | TicketState:
         """Post one request. What fails before the post is quiescent; what fails in it is not known to be."""
         with contextlib.ExitStack() as leaving:
-            if not self._lock.acquire(blocking=transfer.nbytes > ABLE.quick_bytes):
+            if not self._lock.acquire(blocking=transfer.nbytes > (ABLE.quick_bytes or 0)):
                 return RETRY  # a quick one may be posted from the progress thread, which waits for nobody
             leaving.callback(self._lock.release)
             peer = self._peers.get(transfer.peer)
