@@ -57,9 +57,10 @@ class NixlFloor:
     def connect(self, peer: Peer) -> None:
         """Load decode's agent and prepare lists of both sides' pages."""
         self._agent.add_remote_agent(peer.endpoint.data)
+        self._remote = page_lists(peer.pools, peer.regions, MOST)
         self._lists = {
             pool: (self._prepared("NIXL_INIT_AGENT", self._local[pool]), self._prepared(peer.id, pages))
-            for pool, pages in page_lists(peer.pools, peer.regions, MOST).items()
+            for pool, pages in self._remote.items()
         }
 
     def write(self, way: str, transfers: Sequence[Transfer], at_once: int) -> None:
@@ -96,7 +97,8 @@ class NixlFloor:
 
     def _picked(self, pool: str, here: Indices, there: Indices) -> Any:
         mine, theirs = self._lists[pool]
-        return self._agent.make_prepped_xfer("WRITE", mine, here.astype(np.int32), theirs, there.astype(np.int32))
+        at, to = self._local[pool].positions(here), self._remote[pool].positions(there)
+        return self._agent.make_prepped_xfer("WRITE", mine, at, theirs, to)
 
     def _listed(self, transfer: Transfer, rows: Callable[[U64, U64], Any]) -> Any:
         lists = [rows(at, transfer.length) for at in (transfer.local_address, transfer.remote_address)]
