@@ -18,6 +18,8 @@ IDLE_S = 3.0
 RAW_ROOMS, RAW_LARGE = 100, 4
 LEAST, LEAST_LARGE = 40, 4
 MOST_LARGE_AT_ONCE = 2
+FLOORS, PEER, PEER_THREAD = "kvcore-floors", "peer bench", "peer bench, thread"
+"""Who measures the engine alone, and the latter from which thread: its main one, or as SGLang's manager does."""
 AGREE = 0.2
 """How far the two figures of the engine alone may lie apart."""
 
@@ -80,7 +82,7 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values))
 
     def __str__(self) -> str:
-        return f"{self.median:.3g} ({self.min:.3g} to {self.max:.3g})"
+        return f"{short(self.median)} ({short(self.min)} to {short(self.max)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +101,22 @@ class Result:
     idle_pct: dict[str, dict[Side, float]]
 
     @property
-    def raw_agrees(self) -> bool | None:
-        """Whether both ways of measuring the engine alone come to the same; None if there was only one."""
-        found = [self.ratios[name] for name in ("raw_kv", "raw_kv_aux") if name in self.ratios]
-        return all(abs(each.median - 1) <= AGREE for each in found) if found else None
+    def raw_agreement(self) -> tuple[float, ...]:
+        """The engine alone by kvcore-floors over that by the peer bench, of the pages and with the side records; none if one is missing.
+
+        Each by its best repeat, which what else the machine does has lengthened least.
+        """
+        ours, theirs = (self.raw.get(name, ()) for name in (FLOORS, PEER))
+        if not ours or not theirs:
+            return ()
+        return tuple(
+            min(getattr(each, name) for each in ours) / min(getattr(each, name) for each in theirs) for name in ("kv_us", "kv_aux_us")
+        )
+
+    @property
+    def raw_agrees(self) -> bool:
+        """Whether both ways of measuring the engine alone come to the same."""
+        return all(abs(ratio - 1) <= AGREE for ratio in self.raw_agreement)
 
 
 def measure(case: Case, systems: Sequence[System], parameters: Parameters, watch: Watch, debug: bool = False) -> list[Result]:
@@ -209,9 +223,9 @@ class Bench:
         pair, n = self._pairs[system], RAW_LARGE if self._case.geometry.large else RAW_ROOMS
         if system == "kvcore":
             found = self._verified(system, lambda: pair.both("raw", n=n), 1)
-            yield "kvcore-floors", raw_turn(found["prefill"], found["decode"]["cpu"], n)
+            yield FLOORS, raw_turn(found["prefill"], found["decode"]["cpu"], n)
             return
-        for name, thread in (("peer bench", False), ("peer bench, from a thread", True)):
+        for name, thread in ((PEER, False), (PEER_THREAD, True)):
 
             def run(thread: bool = thread) -> tuple[Any, float]:
                 began: float = pair.one("decode", "cpu")
@@ -232,6 +246,11 @@ class Bench:
         return found
 
 
+def short(value: float) -> str:
+    """Three digits at least."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
+
+
 def quantile(ordered: Sequence[float], share: float) -> float:
     """As the peer bench has it."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
@@ -247,7 +266,7 @@ def raw_turn(found: Mapping[str, Any], decode_cpu_s: float, n: int) -> RawTurn:
 def ratios(turns: Mapping[str, Sequence[Turn]], raw: Mapping[str, Sequence[RawTurn]]) -> dict[str, Spread]:
     """What both come to beside each other, and each beside the engine alone, as far as they were measured."""
     found: dict[str, Spread] = {}
-    floors, bench, thread = (raw.get(name, ()) for name in ("kvcore-floors", "peer bench", "peer bench, from a thread"))
+    floors, thread = (raw.get(name, ()) for name in (FLOORS, PEER_THREAD))
     mine, theirs = turns.get("kvcore", ()), turns.get("sglang", ())
 
     def add(name: str, upper: Sequence[float], lower: Sequence[float]) -> None:
@@ -262,6 +281,4 @@ def ratios(turns: Mapping[str, Sequence[Turn]], raw: Mapping[str, Sequence[RawTu
     alone = [each.rooms_per_s for each in thread or floors]
     add("kvcore_rate_over_raw", [each.rooms_per_s for each in mine], alone)
     add("sglang_rate_over_raw", [each.rooms_per_s for each in theirs], alone)
-    add("raw_kv", [each.kv_us for each in floors], [each.kv_us for each in bench])
-    add("raw_kv_aux", [each.kv_aux_us for each in floors], [each.kv_aux_us for each in bench])
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from benchmarks.beside.rooms import AGREE, RawTurn, Result, Spread, Turn
+from benchmarks.beside.rooms import AGREE, FLOORS, PEER, RawTurn, Result, Spread, Turn
 
 NAMES = {"sglang": "SGLang", "kvcore": "kvcore"}
 RATIOS = {
@@ -34,10 +34,10 @@ def table(results: Sequence[Result]) -> Iterator[str]:
         yield "  idle, % of a core: " + ", ".join(
             f"{NAMES[system]} {sides['prefill']:.1f} + {sides['decode']:.1f}" for system, sides in one.idle_pct.items()
         )
-        if one.raw_agrees is not None:
+        if one.raw_agreement:
+            pages, both = (f"{ratio:.2f}" for ratio in one.raw_agreement)
             word = "agree" if one.raw_agrees else "DO NOT AGREE"
-            both = f"pages {one.ratios['raw_kv']}, with side records {one.ratios['raw_kv_aux']}"
-            yield f"  the engine alone by kvcore-floors over that by the peer bench: {both}: they {word} within {AGREE:.0%}"
+            yield f"  the engine alone, {FLOORS} over {PEER}: {pages} for the pages, {both} with side records: {word} within {AGREE:.0%}"
         yield ""
 
 
