@@ -81,7 +81,8 @@ class Alone:
         self._meet()
         alone = [_timed(floor, way, [pages]) for _ in range(n)]
         self._meet()
-        return {"kv": alone, "kv_aux": whole, "descs": len(pages.length), "cpu": cpu, "way": way}
+        count = self._geometry.pages * self._geometry.tensors if way == "prepared" else len(pages.length)
+        return {"kv": alone, "kv_aux": whole, "descs": count, "cpu": cpu, "way": way}
 
     def _serve(self, floor: Floor) -> dict[str, Any]:
         stop = threading.Event()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -111,7 +112,7 @@ class Pair:
 
     @contextmanager
     def still(self) -> Iterator[None]:
-        """Both stand still meanwhile: over NIXL each of SGLang's processes keeps a core busy also when it has nothing to do."""
+        """Both stand still meanwhile."""
         for pid in self._pids:
             os.kill(pid, signal.SIGSTOP)
         try:
@@ -119,6 +120,43 @@ class Pair:
         finally:
             for pid in self._pids:
                 os.kill(pid, signal.SIGCONT)
+
+
+class Systems:
+    """The systems of a case, running. A context manager; leaving it ends them."""
+
+    def __init__(self, case: Case, systems: Sequence[System], watch: Watch, debug: bool = False) -> None:
+        self.case, self.names = case, tuple(systems)
+        self._pairs: dict[System, Pair] = {}
+        self._numbers = itertools.count(10_000, 1_000_000)
+        self._watch, self._debug = watch, debug
+
+    def __enter__(self) -> Systems:
+        with ExitStack() as stack:
+            for system in self.names:
+                self._watch("starting", f"{system} over {self.case.backend}")
+                with self._others_still(system):
+                    self._pairs[system] = stack.enter_context(Pair(system, self.case, self._watch, self._debug))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    @contextmanager
+    def alone(self, system: System) -> Iterator[Pair]:
+        """One of them, for a turn in which SGLang stands still if it is not it: over NIXL each of its processes keeps a core busy also when
+        it has nothing to do. kvcore idles, which costs next to nothing, as is measured too."""
+        with self._others_still(system):
+            yield self._pairs[system]
+
+    def base(self) -> int:
+        """Number of the first of up to a million rooms that were not used yet."""
+        return next(self._numbers)
+
+    def _others_still(self, system: System) -> AbstractContextManager[None]:
+        other = self._pairs.get("sglang")
+        return nullcontext() if other is None or system == "sglang" else other.still()
 
 
 class SGLangChild:

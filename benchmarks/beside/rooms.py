@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.beside.pairs import Case, Pair, System
+from benchmarks.beside.pairs import Case, Pair, System, Systems
 from kvcore.progress import Watch
 from kvcore.sides import SIDES, ToolError
 from kvcore.states import Side
@@ -87,31 +86,23 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one case at one number in flight. ``turns``: by system; ``raw``: the engine alone, by who measured it; ``ratios``: kvcore's over
-    SGLang's, but where their name says otherwise, each of turns beside each other; ``idle_pct``: of a core, by system and side."""
+    """Of one case at one number in flight.
+
+    ``turns``: by system. ``raw``, ``descriptors``: the engine alone, and of how many its transfer of the pages is, by who measured it.
+    ``ratios``: of turns beside each other, kvcore's over SGLang's but where the name says otherwise. ``idle_pct``: of a core, by system and
+    side. ``raw_agreement``: what ``agreement`` says of ``raw``.
+    """
 
     backend: str
     config: str
     in_flight: int
     room_bytes: int
-    descriptors: int
+    descriptors: dict[str, int]
     turns: dict[str, tuple[Turn, ...]]
     raw: dict[str, tuple[RawTurn, ...]]
     ratios: dict[str, Spread]
     idle_pct: dict[str, dict[Side, float]]
-
-    @property
-    def raw_agreement(self) -> tuple[float, ...]:
-        """The engine alone by kvcore-floors over that by the peer bench, of the pages and with the side records; none if one is missing.
-
-        Each by its best repeat, which what else the machine does has lengthened least.
-        """
-        ours, theirs = (self.raw.get(name, ()) for name in (FLOORS, PEER))
-        if not ours or not theirs:
-            return ()
-        return tuple(
-            min(getattr(each, name) for each in ours) / min(getattr(each, name) for each in theirs) for name in ("kv_us", "kv_aux_us")
-        )
+    raw_agreement: tuple[float, ...]
 
     @property
     def raw_agrees(self) -> bool:
@@ -121,8 +112,9 @@ class Result:
 
 def measure(case: Case, systems: Sequence[System], parameters: Parameters, watch: Watch, debug: bool = False) -> list[Result]:
     """Start both systems, measure in turns, and end them. Raises ``ToolError`` if a room fails or a byte is wrong."""
-    with ExitStack() as stack:
-        bench = Bench(case, systems, parameters, watch, debug, stack)
+    with Systems(case, systems, watch, debug) as running:
+        bench = Bench(running, parameters)
+        bench.warm_up()
         for repeat in range(parameters.repeats):
             watch("measuring", f"{case.backend} {case.config}, repeat {repeat + 1} of {parameters.repeats}")
             bench.repeat(systems if repeat % 2 == 0 else systems[::-1])
@@ -131,45 +123,48 @@ def measure(case: Case, systems: Sequence[System], parameters: Parameters, watch
 
 
 class Bench:
-    """The systems of a case, running, and what was measured of them so far."""
+    """What was measured of a case so far."""
 
-    def __init__(self, case: Case, systems: Sequence[System], parameters: Parameters, watch: Watch, debug: bool, stack: ExitStack) -> None:
-        self._case, self._parameters = case, parameters
-        self._numbers = itertools.count(10_000, 1_000_000)  # of a run's first room
-        self._pairs: dict[System, Pair] = {}
+    def __init__(self, systems: Systems, parameters: Parameters) -> None:
+        self._systems, self._case, self._parameters = systems, systems.case, parameters
+        self._rooms: dict[tuple[int, System], int] = {}
         self._turns: dict[tuple[int, System], list[Turn]] = {}
         self._raw: dict[str, list[RawTurn]] = {}
-        self._rooms: dict[tuple[int, System], int] = {}
-        self._descriptors = 0
+        self._descriptors: dict[str, int] = {}
         self._idle: dict[str, dict[Side, float]] = {}
-        for system in systems:
-            watch("measuring", f"{case.backend} {case.config}, starting {system}")
-            with self._alone(system):
-                self._pairs[system] = stack.enter_context(Pair(system, case, watch, debug))
-                self._warm_up(system)
 
     @property
     def windows(self) -> list[int]:
         """Numbers in flight."""
         return [each for each in self._parameters.windows if not self._case.geometry.large or each <= MOST_LARGE_AT_ONCE]
 
-    def repeat(self, systems: Sequence[System]) -> None:
+    def warm_up(self) -> None:
+        """Carry some rooms, and find how many a turn takes."""
+        least = LEAST_LARGE if self._case.geometry.large else LEAST
+        for system in self._systems.names:
+            with self._systems.alone(system) as pair:
+                for window in self.windows:
+                    self._run(pair, self._few(window), window)
+                    rate = self._turn(pair, self._few(window), window).rooms_per_s
+                    self._rooms[window, system] = max(least, 2 * window, int(rate * self._parameters.seconds))
+
+    def repeat(self, order: Sequence[System]) -> None:
         """Measure everything once, the systems in this order."""
         for window in self.windows:
-            for system in systems:
-                with self._alone(system):
-                    self._run(system, self._few(window), window)
-                    turn = self._turn(system, window)
+            for system in order:
+                with self._systems.alone(system) as pair:
+                    self._run(pair, self._few(window), window)
+                    turn = self._turn(pair, self._rooms[window, system], window)
                 self._turns.setdefault((window, system), []).append(turn)
-        for system in systems:
-            with self._alone(system):
-                for name, raw in self._raw_turns(system):
+        for system in order:
+            with self._systems.alone(system) as pair:
+                for name, raw in self._raw_turns(pair):
                     self._raw.setdefault(name, []).append(raw)
 
     def idle(self) -> None:
         """Measure what each costs that has nothing to do."""
-        for system, pair in self._pairs.items():
-            with self._alone(system):
+        for system in self._systems.names:
+            with self._systems.alone(system) as pair:
                 found = pair.both("idle_cpu", secs=IDLE_S)
             self._idle[system] = {side: found[side]["cpu_pct"] for side in SIDES}
 
@@ -178,36 +173,23 @@ class Bench:
         case, raw = self._case, {name: tuple(turns) for name, turns in self._raw.items()}
         found = []
         for window in self.windows:
-            turns: dict[str, tuple[Turn, ...]] = {system: tuple(self._turns[window, system]) for system in self._pairs}
+            turns: dict[str, tuple[Turn, ...]] = {system: tuple(self._turns[window, system]) for system in self._systems.names}
             size = case.geometry.room_bytes, self._descriptors
-            found.append(Result(case.backend, case.config, window, *size, turns, raw, ratios(turns, raw), self._idle))
+            found.append(Result(case.backend, case.config, window, *size, turns, raw, ratios(turns, raw), self._idle, agreement(raw)))
         return found
-
-    def _alone(self, system: System) -> Any:
-        """SGLang stands still while another is measured; kvcore idles, which costs next to nothing, as is measured too."""
-        other = self._pairs.get("sglang")
-        return nullcontext() if other is None or system == "sglang" else other.still()
 
     def _few(self, window: int) -> int:
         return 2 if self._case.geometry.large else max(8, window)
 
-    def _warm_up(self, system: System) -> None:
-        least = LEAST_LARGE if self._case.geometry.large else LEAST
-        for window in self.windows:
-            self._run(system, self._few(window), window)
-            rate = self._turn(system, window, self._few(window)).rooms_per_s
-            self._rooms[window, system] = max(least, 2 * window, int(rate * self._parameters.seconds))
+    def _run(self, pair: Pair, rooms: int, window: int) -> dict[Side, Any]:
+        return pair.both("run_rooms", base=self._systems.base(), n=rooms, window=window, poll_us=self._parameters.poll_us)
 
-    def _run(self, system: System, rooms: int, window: int) -> dict[Side, Any]:
-        arguments = {"base": next(self._numbers), "n": rooms, "window": window, "poll_us": self._parameters.poll_us}
-        return self._pairs[system].both("run_rooms", **arguments)
-
-    def _turn(self, system: System, window: int, rooms: int = 0) -> Turn:
-        rooms = rooms or self._rooms[window, system]
-        found = self._verified(system, lambda: self._run(system, rooms, window), min(window, rooms))
+    def _turn(self, pair: Pair, rooms: int, window: int) -> Turn:
+        with verified(pair, min(window, rooms)):
+            found = self._run(pair, rooms, window)
         mine, theirs = found["prefill"], found["decode"]
         if theirs["bad"]:
-            raise ToolError(f"{system}: {theirs['bad']} of {rooms} rooms have side records that are not theirs")
+            raise ToolError(f"{pair.system}: {theirs['bad']} of {rooms} rooms have side records that are not theirs")
         seconds, lat = theirs["t1"] - theirs["t0"], sorted(theirs["lat"])
         return Turn(
             rooms,
@@ -219,31 +201,32 @@ class Bench:
             theirs["cpu"] / rooms * 1e6,
         )
 
-    def _raw_turns(self, system: System) -> Iterator[tuple[str, RawTurn]]:
-        pair, n = self._pairs[system], RAW_LARGE if self._case.geometry.large else RAW_ROOMS
-        if system == "kvcore":
-            found = self._verified(system, lambda: pair.both("raw", n=n), 1)
-            yield FLOORS, raw_turn(found["prefill"], found["decode"]["cpu"], n)
+    def _raw_turns(self, pair: Pair) -> Iterator[tuple[str, RawTurn]]:
+        n = RAW_LARGE if self._case.geometry.large else RAW_ROOMS
+        if pair.system == "kvcore":
+            with verified(pair, 1):
+                found = pair.both("raw", n=n)
+            mine, cpu = found["prefill"], found["decode"]["cpu"]
+            self._descriptors[FLOORS] = mine["descs"]
+            yield FLOORS, raw_turn(mine, cpu, n)
             return
         for name, thread in ((PEER, False), (PEER_THREAD, True)):
-
-            def run(thread: bool = thread) -> tuple[Any, float]:
-                began: float = pair.one("decode", "cpu")
-                return pair.one("prefill", "raw", n=n, thread=thread), pair.one("decode", "cpu") - began
-
-            mine, cpu = self._verified(system, run, 1)
-            self._descriptors = mine["descs"]
+            with verified(pair, 1):
+                began = pair.one("decode", "cpu")
+                mine = pair.one("prefill", "raw", n=n, thread=thread)
+                cpu = pair.one("decode", "cpu") - began
+            self._descriptors[name] = mine["descs"]
             yield name, raw_turn(mine, cpu, n)
 
-    def _verified(self, system: System, run: Callable[[], Any], slots: int) -> Any:
-        """What it gives; decode's pages are made zero before and compared with prefill's after."""
-        pair = self._pairs[system]
-        pair.one("decode", "zero")
-        found = run()
-        wrong = pair.one("decode", "wrong_pages", slots=slots)
-        if wrong:
-            raise ToolError(f"{system}: {wrong} pages of {slots} slots have arrived with wrong bytes")
-        return found
+
+@contextmanager
+def verified(pair: Pair, slots: int) -> Iterator[None]:
+    """Decode's pages are made zero before, and compared with prefill's after."""
+    pair.one("decode", "zero")
+    yield
+    wrong = pair.one("decode", "wrong_pages", slots=slots)
+    if wrong:
+        raise ToolError(f"{pair.system}: {wrong} pages of {slots} slots have arrived with wrong bytes")
 
 
 def short(value: float) -> str:
@@ -282,3 +265,14 @@ def ratios(turns: Mapping[str, Sequence[Turn]], raw: Mapping[str, Sequence[RawTu
     add("kvcore_rate_over_raw", [each.rooms_per_s for each in mine], alone)
     add("sglang_rate_over_raw", [each.rooms_per_s for each in theirs], alone)
     return found
+
+
+def agreement(raw: Mapping[str, Sequence[RawTurn]]) -> tuple[float, ...]:
+    """The engine alone by kvcore-floors over that by the peer bench, of the pages and with the side records; nothing if one is missing.
+
+    Each by its best repeat, which what else the machine does has lengthened least.
+    """
+    ours, theirs = (raw.get(name, ()) for name in (FLOORS, PEER))
+    if not ours or not theirs:
+        return ()
+    return tuple(min(getattr(each, name) for each in ours) / min(getattr(each, name) for each in theirs) for name in ("kv_us", "kv_aux_us"))

@@ -19,7 +19,8 @@ RATIOS = {
 def table(results: Sequence[Result]) -> Iterator[str]:
     """All cases, one after the other."""
     for one in results:
-        yield f"{one.backend} {one.config}: {one.room_bytes} bytes by {one.descriptors} descriptors, {one.in_flight} in flight"
+        counts = " or ".join(str(count) for count in sorted(set(one.descriptors.values())))
+        yield f"{one.backend} {one.config}: {one.room_bytes} bytes by {counts} descriptors, {one.in_flight} in flight"
         yield f"  {'':<26} {'rooms/s':>22} {'GB/s':>6} {'p50 ms':>22} {'p99 ms':>22} {'CPU us: prefill':>22} {'decode':>22}"
         for system, turns in one.turns.items():
             yield _system(NAMES[system], turns)
