@@ -14,6 +14,7 @@ from kvcore.states import KVPoll, Side
 
 ABORTS = {"recv_wait": 100, "recv_inflight": 30, "send_inflight": 6, "send_wait": 2}
 """Who aborts and when, and how many rooms: few where SGLang waits for its limit."""
+WARM_UP = 64
 LIMIT = {"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "5"}
 """Instead of its 300 s, so that there is an end to see."""
 
@@ -92,7 +93,7 @@ def leaks(case: Case, systems: Sequence[System], rooms: int, watch: Watch, debug
 
 
 def _left(case: Case, pair: Pair, running: Systems, rooms: int) -> Left:
-    pair.both("leak", base=running.base(), n=64)  # for warming up
+    pair.both("leak", base=running.base(), n=WARM_UP)
     before = pair.both("sizes")
     ended = pair.both("leak", base=running.base(), n=rooms)
     after = pair.both("sizes")
