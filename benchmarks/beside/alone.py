@@ -67,7 +67,7 @@ class Alone:
         mine, theirs = (np.asarray(self._geometry.listed(0, side), np.int64) for side in ("prefill", "decode"))
         slot = np.array([0])
         sides = Layout.of(geometries, regions), Layout.of(peer.pools, peer.regions)
-        self._room = [_transfer(peer, *sides, name, *pages) for name, pages in (("kv", (mine, theirs)), ("aux", (slot, slot)))]
+        self._room = [transfer(peer, *sides, name, *pages) for name, pages in (("kv", (mine, theirs)), ("aux", (slot, slot)))]
         return floor
 
     def _write(self, floor: Floor, n: int) -> dict[str, Any]:
@@ -110,7 +110,8 @@ class Alone:
         self._pipe.recv()
 
 
-def _transfer(peer: Peer, local: Layout, remote: Layout, pool: str, mine: Indices, theirs: Indices) -> Transfer:
+def transfer(peer: Peer, local: Layout, remote: Layout, pool: str, mine: Indices, theirs: Indices) -> Transfer:
+    """Pages of a pool as a floor gets them, whole, however many they are."""
     planned = plan(local, remote, {pool: (mine, theirs)}, mapping.whole(peer.pools)).descriptors()
     arrays = (planned.local_region, planned.remote_region, planned.local_offset, planned.remote_offset, planned.length)
     named = Transfer(RoomKey("prefill", 0, 0, 1), peer.id, *arrays, local.base, remote.base)
