@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
 import json
+import os
+import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import kvcore
 from benchmarks.beside import ends, rooms, table
 from benchmarks.beside.geometry import Geometry
 from benchmarks.beside.pairs import Case, tool
-from kvcore.bench.report import report
 from kvcore.errors import KVCoreError
 from kvcore.progress import progress
 
 SYSTEMS = ("sglang", "kvcore")
+DISTRIBUTIONS = ("sglang", "nixl-cu12", "nixl-cu13", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 TABLES: dict[str, Callable[[list[Any]], Iterator[str]]] = {
     "rooms": table.table,
     "abort": ends.aborts_table,
@@ -37,8 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print("\n".join(lines))
     if given.json is not None:
-        found = report("benchmarks.beside", None, parameters, results)
-        found["parameters"] |= {name: getattr(given, name) for name in ("suite", "backends", "configs", "systems")}
+        named = {name: getattr(given, name) for name in ("suite", "backends", "configs", "systems", "rooms")}
+        found = {
+            "versions": {"kvcore": kvcore.__version__} | dict(_versions()),
+            "machine": {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version()},
+            "parameters": asdict(parameters) | named,
+            "results": [asdict(result) for result in results],
+        }
         given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
 
@@ -61,6 +71,12 @@ def _measure(given: argparse.Namespace) -> tuple[rooms.Parameters, list[Any], It
                 else:
                     results += ends.leaks(case, given.systems, given.rooms, watch, given.debug)
     return parameters, results, TABLES[given.suite](results)
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for name in DISTRIBUTIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield name, importlib.metadata.version(name)
 
 
 def _parser() -> argparse.ArgumentParser:
