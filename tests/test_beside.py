@@ -114,6 +114,7 @@ def test_other_side_records_than_sglangs_are_refused(tmp_path: Path, monkeypatch
     (directory / "bench_sglang.py").write_text(BENCH.replace("floored", "local").replace("list(AUX)", "[8, *AUX]"))
     with pytest.raises(ToolError, match=r"SGLang's side records have \(8, 64, .* set AUX in geometry\.py to the former"):
         rooms.measure(Case("local", SMALL, {}, "small", directory), ["sglang"], BRIEF, unwatched)
+    assert multiprocessing.active_children() == []
 
 
 # --- what is computed

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
@@ -91,14 +92,16 @@ class Pair:
             end.close()
 
     def __enter__(self) -> Pair:
-        self._sides.__enter__()
-        self._pids = [ready.pid for ready in self._sides.hear_both(_Ready).values()]
+        with ExitStack() as stack:
+            stack.enter_context(self._sides)
+            self._pids = [ready.pid for ready in self._sides.hear_both(_Ready).values()]
+            self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is None:
-            self._sides.close()
-        self._sides.__exit__(kind, error, trace)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._stack:
+            if kind is None:
+                self._sides.close()
 
     def both(self, command: str, **arguments: Any) -> dict[Side, Any]:
         """Have both do it, prefill told first; their answers."""
@@ -140,7 +143,7 @@ class Systems:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stack.__exit__(kind, error, trace)
 
     @contextmanager

@@ -19,6 +19,7 @@ LEAST, LEAST_LARGE = 40, 4
 MOST_LARGE_AT_ONCE = 2
 FLOORS, PEER, PEER_THREAD = "kvcore-floors", "peer bench", "peer bench, thread"
 """Who measures the engine alone, and the latter from which thread: its main one, or as SGLang's manager does."""
+AGAIN = "measure it by itself, with --systems and --debug"
 AGREE = 0.2
 """How far the two figures of the engine alone may lie apart."""
 
@@ -189,7 +190,7 @@ class Bench:
             found = self._run(pair, rooms, window)
         mine, theirs = found["prefill"], found["decode"]
         if theirs["bad"]:
-            raise ToolError(f"{pair.system}: {theirs['bad']} of {rooms} rooms have side records that are not theirs")
+            raise ToolError(f"{pair.system}: {theirs['bad']} of {rooms} rooms have side records that are not theirs; {AGAIN}")
         seconds, lat = theirs["t1"] - theirs["t0"], sorted(theirs["lat"])
         return Turn(
             rooms,
@@ -226,7 +227,7 @@ def verified(pair: Pair, slots: int) -> Iterator[None]:
     yield
     wrong = pair.one("decode", "wrong_pages", slots=slots)
     if wrong:
-        raise ToolError(f"{pair.system}: {wrong} pages of {slots} slots have arrived with wrong bytes")
+        raise ToolError(f"{pair.system}: {wrong} pages of {slots} slots have arrived with wrong bytes; {AGAIN}")
 
 
 def short(value: float) -> str:
