@@ -90,9 +90,9 @@ def test_c108_5000_waiting_rooms_take_less_than_three_percent_and_are_polled_wit
     assert max(found) < 0.03
     assert all(count(child) == {"BOOTSTRAPPING": ROOMS} for child in two)
     decode.work("open_many", "receiver", 1, ROOMS, prefill.address)
-    until(lambda: count(decode) == {"WAITING_FOR_INPUT": ROOMS}, "all receivers have joined", 20.0)
+    until(lambda: count(decode) == {"WAITING_FOR_INPUT": ROOMS}, "all receivers have joined", 60.0)
     half = {"WAITING_FOR_INPUT": ROOMS // 2, "BOOTSTRAPPING": ROOMS // 2}
-    until(lambda: count(prefill) == half, "all destinations have come", 20.0)
+    until(lambda: count(prefill) == half, "all destinations have come", 60.0)
     assert settled(two, 0.03)
     assert count(decode) == {"WAITING_FOR_INPUT": ROOMS} and count(prefill) == half
     for child in two:

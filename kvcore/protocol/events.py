@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from kvcore.protocol.messages import AnyRoomMessage, PoolPages
 from kvcore.states import FailureCode, KVPoll, Reason, RoomId, Side
@@ -41,15 +42,13 @@ class Timer(NamedTuple):
 # --- events: from handles
 
 
-@dataclass(frozen=True, slots=True)
-class Open:
+class Open(msgspec.Struct, frozen=True):
     """A handle was made. Ignored while a live lifetime is stored."""
 
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Hand:
+class Hand(msgspec.Struct, frozen=True):
     """Sender: a chunk was handed over. ``pages`` says how many pages of each pool are handed over now, in the layer that has the fewest
     and in that which has the most; an empty chunk has none. ``layers``: those it is of (empty: all); ``full``: those that have the most."""
 
@@ -61,24 +60,21 @@ class Hand:
     full: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Receive:
+class Receive(msgspec.Struct, frozen=True):
     """Receiver: the destination pages were handed over."""
 
     generation: int
     pages: tuple[PoolPages, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(msgspec.Struct, frozen=True):
     """This lifetime has failed here: an abort, a bad page, a lost route."""
 
     generation: int
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True)
-class Clear:
+class Clear(msgspec.Struct, frozen=True):
     """Drop the lifetime; of a live one, abort it first (C3)."""
 
     generation: int
@@ -87,24 +83,21 @@ class Clear:
 # --- events: from the core
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(msgspec.Struct, frozen=True):
     """Receiver: the sender ranks to expect are known and paired."""
 
     generation: int
     parties: tuple[Party, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Got:
+class Got(msgspec.Struct, frozen=True):
     """A message arrived from a paired instance, addressed to this one."""
 
     message: AnyRoomMessage
     source: Party
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """Sender: a ticket ended, or one that was stuck is now known to be quiescent."""
 
     pair: Pair
@@ -114,8 +107,7 @@ class Ended:
     reason: Reason | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(msgspec.Struct, frozen=True):
     """A peer was lost (P2): its rooms fail, what is kept for it goes, but not tickets and drain records."""
 
     instance: str
@@ -124,15 +116,13 @@ class Lost:
     """It, or another instance at its address, answers but does not know this one: what has not met it yet may look again (P3)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fenced:
+class Fenced(msgspec.Struct, frozen=True):
     """It is proved that a lost peer reads and writes nothing here any more (R4)."""
 
     instance: str
 
 
-@dataclass(frozen=True, slots=True)
-class Timeout:
+class Timeout(msgspec.Struct, frozen=True):
     """A timer that ``timers`` asked for has run out. ``note`` is added to a reason."""
 
     timer: Timer
@@ -145,45 +135,39 @@ Event = Open | Hand | Receive | Fail | Clear | Route | Got | Ended | Lost | Fenc
 # --- effects
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Send a message to a peer instance."""
 
     to: str
     message: AnyRoomMessage
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(msgspec.Struct, frozen=True):
     """Start the ticket of one chunk towards one destination. Chunks count from 1."""
 
     pair: Pair
     chunk: int
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(msgspec.Struct, frozen=True):
     """The lifetime has failed: cancel its tickets where the engine can (A5)."""
 
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Seek:
+class Seek(msgspec.Struct, frozen=True):
     """Receiver: find the sender ranks of a lifetime, and say so with ``Route``."""
 
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Forget:
+class Forget(msgspec.Struct, frozen=True):
     """The lifetime is cleared and no ticket of it is left: the backend may drop what it holds."""
 
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Unproven:
+class Unproven(msgspec.Struct, frozen=True):
     """Pages of a lifetime were released by limit, without proof (R3)."""
 
     generation: int

@@ -7,8 +7,9 @@ are released by SUCCESS, by Drained or success of each sender rank, by a fence, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from kvcore.protocol.events import (
     Clear,

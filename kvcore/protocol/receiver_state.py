@@ -6,15 +6,14 @@ lifetimes that ended before it was known who to tell. A receiver needs no tombst
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from kvcore.protocol.events import LIMIT_OF, Party, Send, Timer
 from kvcore.protocol.messages import Abort, Destination, Join, PoolPages
 from kvcore.states import KVPoll, Reason, RoomId
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(msgspec.Struct, frozen=True):
     """One expected sender rank. ``sg`` is 0 until it answered the join; ``state`` is its verdict (SUCCESS is final)."""
 
     party: Party
@@ -26,8 +25,7 @@ class Source:
     """Those it said last are complete, and how many of its tickets had ended then."""
 
 
-@dataclass(frozen=True, slots=True)
-class Life:
+class Life(msgspec.Struct, frozen=True):
     """A stored lifetime. ``pages`` is None until ``receive``; ``sources`` is empty until the route is known."""
 
     generation: int
@@ -53,8 +51,7 @@ class Life:
         return next((source for source in self.sources if source.party.instance == instance), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Drain:
+class Drain(msgspec.Struct, frozen=True):
     """A sender rank that must hear of a failed lifetime; with ``published`` the ``pages`` wait for its Drained.
 
     ``asking`` ends when it said "expired": then only a fence or ``quarantine_s`` ends the wait.
@@ -69,16 +66,14 @@ class Drain:
     asking: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Unrouted:
+class Unrouted(msgspec.Struct, frozen=True):
     """A lifetime that failed before its sender ranks were known."""
 
     rg: int
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True)
-class Receiver:
+class Receiver(msgspec.Struct, frozen=True):
     """All that one decode rank, ``rank`` of its group, knows of one room."""
 
     room: RoomId

@@ -6,15 +6,14 @@ ends (``marks``); besides, joins for a room nobody has opened here (``waiting``)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from kvcore.protocol.events import LIMIT_OF, Pair, Party, Send, Timer
 from kvcore.protocol.messages import PoolPages, Status
 from kvcore.states import KVPoll, Reason, RoomId
 
 
-@dataclass(frozen=True, slots=True)
-class Dest:
+class Dest(msgspec.Struct, frozen=True):
     """A bound destination rank. ``ok`` counts its tickets that ended well, ``ready`` are the layers it was told of last; ``done``: success
     was said (final)."""
 
@@ -27,8 +26,7 @@ class Dest:
     expired: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Life:
+class Life(msgspec.Struct, frozen=True):
     """A stored lifetime. ``chunks`` counts the chunks with pages, ``pages`` says how many pages of each pool they have (in the layer with
     the fewest, and with the most); ``n_dest`` is 0 until it is named. ``layered``: layers of the chunks that are of some only; ``full``:
     layers of which all pages so far are handed over, once there is such a chunk."""
@@ -84,8 +82,7 @@ class Life:
         return Pair(dest.party.instance, dest.rg, self.generation)
 
 
-@dataclass(frozen=True, slots=True)
-class Word:
+class Word(msgspec.Struct, frozen=True):
     """A verdict that its receiver has not acknowledged."""
 
     pair: Pair
@@ -94,8 +91,7 @@ class Word:
     record: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(msgspec.Struct, frozen=True):
     """An end that some destination ranks do not know of: those not in ``met``. It refuses joins while it is the last lifetime here."""
 
     generation: int
@@ -105,8 +101,7 @@ class Mark:
     refuses: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Flight:
+class Flight(msgspec.Struct, frozen=True):
     """Tickets of one pair that are not over: running, or stuck (quarantined). ``asked``: the receiver waits for
     Drained; ``expired``: a ticket was given up without proof."""
 
@@ -117,8 +112,7 @@ class Flight:
     expired: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Sender:
+class Sender(msgspec.Struct, frozen=True):
     """All that one prefill rank, ``rank`` of its group, knows of one room."""
 
     room: RoomId

@@ -6,7 +6,7 @@ a ticket, ``Turn.live`` the only question whether a lifetime may still change.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from kvcore.protocol.events import Cancel, Effect, Forget, Pair, Party, Send, Start
 from kvcore.protocol.messages import Drained, Relay

@@ -308,13 +308,13 @@ HANDLES = (
         "an abort that overwrites the reason",
         script.aborts,
         "S5",
-        ("handles", "        self._owner.table.apply(key.side, self._room.id, ev.Fail(key.generation, why))\n", "        self._owner.table.apply(key.side, self._room.id, ev.Fail(key.generation, why))\n        object.__setattr__(self._room.life, 'reason', why)\n"),
+        ("handles", "        self._owner.table.apply(key.side, self._room.id, ev.Fail(key.generation, why))\n", "        self._owner.table.apply(key.side, self._room.id, ev.Fail(key.generation, why))\n        __import__('msgspec').structs.force_setattr(self._room.life, 'reason', why)\n"),
     ),
     _mutant(
         "an abort that fails a room that succeeded",
         script.success_is_final,
         "A3 S4",
-        ("handles", "        self._owner.table.apply(key.side, self._room.id, ev.Fail(key.generation, why))\n", "        self._owner.table.apply(key.side, self._room.id, ev.Fail(key.generation, why))\n        object.__setattr__(self._room.life, 'state', KVPoll.FAILED)\n"),
+        ("handles", "        self._owner.table.apply(key.side, self._room.id, ev.Fail(key.generation, why))\n", "        self._owner.table.apply(key.side, self._room.id, ev.Fail(key.generation, why))\n        __import__('msgspec').structs.force_setattr(self._room.life, 'state', KVPoll.FAILED)\n"),
     ),
     _mutant(
         "a poll with a status of its own",
