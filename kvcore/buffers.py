@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore import registry
+from kvcore.memory import Indices
 from kvcore.sides import ToolError
 
 Bytes = npt.NDArray[np.uint8]
@@ -42,6 +43,21 @@ class Buffer:
             self.tensor[:] = content
         else:
             self.tensor.copy_(importlib.import_module("torch").from_numpy(content))
+
+    def put(self, pages: Indices, content: Bytes) -> None:
+        """Replace the bytes of some pages."""
+        if isinstance(self.tensor, np.ndarray):
+            self.tensor[pages] = content
+        else:
+            torch = importlib.import_module("torch")
+            self.tensor[torch.from_numpy(pages)] = torch.from_numpy(content).to(self.tensor.device)
+
+    def take(self, pages: Indices) -> Bytes:
+        """A copy of the bytes of some pages."""
+        if isinstance(self.tensor, np.ndarray):
+            return self.read()[pages]
+        found: Bytes = self.tensor[importlib.import_module("torch").from_numpy(pages)].cpu().numpy()
+        return found
 
     def clear(self) -> None:
         """Make all bytes zero."""

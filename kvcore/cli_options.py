@@ -28,6 +28,13 @@ def seconds(value: float) -> float:
     return value
 
 
+def positive(value: float) -> float:
+    """An option's callback likewise, for what only has to be above 0."""
+    if not math.isfinite(value) or value <= 0:
+        raise typer.BadParameter(f"{value:g} is not a number above 0")
+    return value
+
+
 def _read_options(file: str) -> dict[str, Any]:
     """A backend's options from a TOML file, read once, since it may be a pipe. What cannot be read is wrong usage."""
     try:
@@ -40,7 +47,8 @@ def _read_options(file: str) -> dict[str, Any]:
     return options
 
 
-def _json_file(path: Path | None) -> Path | None:
+def folder_exists(path: Path | None) -> Path | None:
+    """A callback of an option for a file to be written: where its folder is missing, that is wrong usage."""
     if path is not None and str(path) != "-" and not path.parent.is_dir():
         raise typer.BadParameter(f"folder {str(path.parent)!r} does not exist")
     return path
@@ -55,7 +63,9 @@ Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Address of this host
 Timeout = Annotated[float, typer.Option(callback=seconds, help=f"Seconds without a sign of life before giving up, 1 to {MOST_S:g}.")]
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", dir_okay=False, callback=_json_file, help="Write one JSON object there; - prints it instead."),
+    typer.Option(
+        "--json", metavar="FILE", dir_okay=False, callback=folder_exists, help="Write one JSON object there; - prints it instead."
+    ),
 ]
 
 
@@ -66,8 +76,13 @@ def write_json(path: Path | None, value: dict[str, Any]) -> bool:
     if str(path) == "-":
         typer.echo(json.dumps(value, default=str))
         return True
-    try:
-        path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ToolError(f"{path} cannot be written ({error.strerror}); choose another file for --json") from error
+    write(path, json.dumps(value, indent=2, default=str) + "\n", "--json")
     return False
+
+
+def write(path: Path, text: str, option: str) -> None:
+    """Write to the file of an option."""
+    try:
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise ToolError(f"{path} cannot be written ({error.strerror}); choose another file for {option}") from error

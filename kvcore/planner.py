@@ -200,18 +200,20 @@ def split(planned: Plan, max_descriptors: int | None, max_bytes: int | None) -> 
     if not len(planned):
         return
     planned = _cut(planned, max_descriptors, max_bytes)
-    limits = []
+    rows, limits = len(planned), []
     if max_descriptors is not None:
-        each: U64 = np.ones(len(planned), np.uint64) if planned.count is None else planned.count
-        limits.append((np.cumsum(each, dtype=np.uint64), max_descriptors))
+        if planned.count is None:
+            rows = max_descriptors
+        else:
+            limits.append((np.cumsum(planned.count, dtype=np.uint64), max_descriptors))
     if max_bytes is not None:
         limits.append((np.cumsum(planned.nbytes, dtype=np.uint64), max_bytes))
-    if all(int(ends[-1]) <= most for ends, most in limits):
+    if len(planned) <= rows and all(int(ends[-1]) <= most for ends, most in limits):
         yield planned
         return
     start = 0
     while start < len(planned):
-        stop = len(planned)
+        stop = min(start + rows, len(planned))
         for ends, most in limits:
             done = int(ends[start - 1]) if start else 0
             stop = min(stop, int(np.searchsorted(ends, np.uint64(min(done + most, 2**64 - 1)), side="right")))

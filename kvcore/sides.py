@@ -120,6 +120,7 @@ class Sides(Generic[S]):
         self._doing: dict[Place, str] = dict.fromkeys(self._all, "starting")
         self._processes: dict[Place, SpawnProcess] = {}
         self._pipes: dict[Place, Connection] = {}
+        self._struck: list[tuple[SpawnProcess, Connection]] = []
         self._inbox: dict[Place, deque[object]] = {place: deque() for place in self._all}
         for place in self._all:
             self._start(command, work, place, settings, debug)
@@ -128,6 +129,9 @@ class Sides(Generic[S]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for process, _ in self._struck:
+            process.kill()
+            process.join(STOP_S)
         for process in self._processes.values():
             process.terminate()
         for process in self._processes.values():
@@ -164,6 +168,18 @@ class Sides(Generic[S]):
     def hear_all(self, kind: type[T]) -> dict[Place, T]:
         """The next message of each process."""
         return {(side, rank): self.hear(side, kind, rank) for side, rank in self._all}
+
+    def strike(self, side: Side, sign: signal.Signals) -> float:
+        """Send a side's process SIGKILL, as a crash is, or SIGSTOP, which makes it fall silent. It has no part in what follows, and what
+        becomes of it is no error. Returns when that was, on the monotonic clock, which all processes of the machine share."""
+        place = side, 0
+        process = self._processes.pop(place)
+        self._struck.append((process, self._pipes.pop(place)))
+        self._all.remove(place)
+        at = time.monotonic()
+        if process.pid is not None:
+            os.kill(process.pid, sign)
+        return at
 
     def close(self) -> None:
         """Have all processes end by themselves, and wait until they have, without error."""

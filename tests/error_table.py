@@ -23,6 +23,9 @@ import kvcore
 from kvcore import Config, KVManager, Limits, Pool, Region, addresses, errors, handles, hookimpl, installed, interfaces, registry
 from kvcore.access import new_keys
 from kvcore.backends.local import LocalBackend
+from kvcore.bench import trace, trace_file
+from kvcore.bench.scheduler import Parameters
+from kvcore.bench.setup import Setup
 from kvcore.bootstrap import RankInfo
 from kvcore.bootstrap_client import Registrar
 from kvcore.bootstrap_service import RankTable
@@ -50,6 +53,7 @@ from kvcore.interfaces import placed
 from kvcore.layouts import Heads
 from kvcore.memory import PoolGeometry, check_distinct
 from kvcore.planner import Descriptors, Layout, Plan, check, check_listed, split
+from kvcore.progress import unwatched
 from kvcore.states import FailureCode, Reason, RoomId
 from tests.fake_backends import BadStartBackend, MemoryBackend, install
 from tests.helpers import Duo, config, duo, memory, number
@@ -312,6 +316,11 @@ def layers(tokens: int = 4, number_of: int = 2, dtype: str = "float32", head_dim
 
     made = torch.zeros((1, 2, tokens, head_dim), dtype=getattr(torch, dtype))
     return [(made, made)] * number_of
+
+
+def traced(tokens: int, ids: list[int]) -> str:
+    """A line of a trace."""
+    return f'{{"timestamp": 0, "input_length": {tokens}, "output_length": 1, "hash_ids": {ids}}}'
 
 
 def bare_interface(t: Tools) -> None:
@@ -692,6 +701,15 @@ CASES = [
     Case("cache of other shape", lambda t: paged().write(layers(head_dim=3), [0], 0, 4), PageError,
          ("'kv'", "K of layer 0", "[1, 2, 4, 3]")),
     Case("cache of other dtype", lambda t: paged().write(layers(dtype="float64"), [0], 0, 4), PageError, ("'kv'", "float64", "float32")),
+    Case("trace that is a folder", lambda t: trace_file.read(t.folder, 1), ConfigError, ("trace ", "cannot be read", "timestamp"), OSError),
+    Case("trace of nothing", lambda t: trace_file.read(t.file("\n"), 1), ConfigError, ("kvcore.toml", "no request", "hash_ids")),
+    Case("trace that is no JSON", lambda t: trace_file.read(t.file("\n{"), 1), ConfigError, ("line 2", "truncated"), ValueError),
+    Case("trace without a field", lambda t: trace_file.read(t.file("{}"), 1), ConfigError, ("line 1", "`timestamp`"), ValueError),
+    Case("trace of one long line", lambda t: trace_file.read(t.file(" " * 2**21), 1), ConfigError, ("line 1", "1048576 bytes")),
+    Case("trace with blocks missing", lambda t: trace_file.read(t.file(traced(513, [1])), 1), ConfigError, ("line 1", "1 hash_ids", "513")),
+    Case("trace with blocks too many", lambda t: trace_file.read(t.file(traced(512, [1, 2])), 1), ConfigError, ("2 hash_ids", "give 1,")),
+    Case("request that no memory holds", lambda t: trace.play(Setup("local"), Parameters("a", memory_bytes=1 << 14),
+         trace_file.read(t.file(traced(65, [1])), 1), unwatched), ConfigError, ("request 1", "2 pages", "has 1", "--memory 32768")),
     Case("cache that is too short", lambda t: paged().write(layers(tokens=3), [0], 0, 4), PageError, ("'kv'", "3 tokens of 4")),
     *map(failed, FailureCode),
 ]  # fmt: skip

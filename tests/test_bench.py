@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from kvcore import cli
-from kvcore.bench import bandwidth, floor, idle, plan, rooms
+from kvcore.bench import bandwidth, floor, idle, kill, plan, rooms
+from kvcore.bench.bare import Bare
 from kvcore.bench.setup import GIB, Measured, Setup
 from kvcore.sides import ToolError
 from tests.commands import kvcore, one_line
 from tests.made_backends import LYING, make_backend
 
-FIELDS = ["schema", "command", "backend", "versions", "machine", "parameters", "results"]
+FIELDS = ["schema", "command", "backend", "versions", "machine", "taken", "parameters", "results"]
+BARE = Bare(0.1, (0.1,), None, ())
 TWO_WAYS = """
 import threading
 from kvcore.bench.socket_floor import SocketFloor
@@ -56,14 +58,17 @@ def run(*arguments: str, path: Path | None = None) -> dict[str, object]:
 
 
 def test_rooms_are_measured_at_every_number_in_flight() -> None:
-    found = run("rooms", "--rooms", "40", "--repeats", "2", "--page-bytes", "512", "--in-flight", "1", "--in-flight", "8")
+    found = run("rooms", "--rooms", "24", "--repeats", "2", "--page-bytes", "512", "--in-flight", "1", "--in-flight", "8", "--waiting", "3")
     assert (found["schema"], found["command"], found["backend"]) == (1, "bench rooms", "local")
     assert found["versions"]["distribution"] == "kvcore" and found["machine"]["cores"] >= 1  # type: ignore[index]
     assert found["parameters"] == {
-        "rooms": 40, "in_flight": [1, 8], "page_bytes": 512, "repeats": 2, "options": {}, "host": "127.0.0.1",
+        "rooms": 24, "in_flight": [1, 8], "page_bytes": 512, "repeats": 2, "measured_from": ["open", "receive"], "waiting": [3],
+        "options": {}, "host": "127.0.0.1",
     }  # fmt: skip
-    for one, in_flight in zip(found["results"], (1, 8), strict=True):  # type: ignore[arg-type]
-        assert (one["in_flight"], one["rooms_verified"], len(one["rooms_per_s_each"])) == (in_flight, 120, 2)
+    cases = [(clock, 3, in_flight) for in_flight in (1, 8) for clock in ("open", "receive")]
+    for one, (clock, waiting, in_flight) in zip(found["results"], cases, strict=True):  # type: ignore[arg-type]
+        assert (one["measured_from"], one["waiting"]) == (clock, waiting)
+        assert (one["in_flight"], one["rooms_verified"], len(one["rooms_per_s_each"])) == (in_flight, 72, 2)
         assert 0 < one["latency_ms_median"] <= one["latency_ms_p90"] <= one["latency_ms_p99"] <= one["latency_ms_max"]
         assert one["rooms_per_s"] > 0 and one["prefill_cpu_us_per_room"] > 0 and one["decode_cpu_us_per_room"] > 0
         raw = one["raw"]
@@ -120,18 +125,24 @@ def test_the_planner_is_measured_and_a_missed_target_is_a_failure(
 # --- what is computed
 
 
-def test_no_room_number_is_used_twice_and_the_first_of_each_number_in_flight_warms_up() -> None:
-    found = list(rooms.batches(rooms.Parameters(rooms=10, in_flight=(1, 4, 1), repeats=2)))
-    numbers = [number for batch in found for number in range(batch.first, batch.first + batch.rooms)]
-    assert len(numbers) == len(set(numbers)) == 60
-    assert [(batch.in_flight, "warming up" in batch.note) for batch in found] == [
-        (1, True),
-        (1, False),
-        (1, False),
-        (4, True),
-        (4, False),
-        (4, False),
-    ]
+def test_no_room_number_is_used_twice_and_the_first_of_each_case_warms_up() -> None:
+    parameters = rooms.Parameters(rooms=10, in_flight=(1, 4, 1), repeats=2, measured_from=("open", "receive"), waiting=(100, 10))
+    found = rooms.batches(parameters)
+    cases = [(case.waiting, case.in_flight, case.measured_from) for case in found]
+    assert cases == [(waiting, in_flight, clock) for waiting in (10, 100) for in_flight in (1, 4) for clock in ("open", "receive")]
+    for planned in found.values():
+        assert ["warming up" in batch.note for batch in planned] == [True, False, False]
+    numbers = [number for planned in found.values() for batch in planned for group in batch.groups for number in group]
+    assert len(numbers) == len(set(numbers)) == 240
+
+
+def test_what_is_opened_before_is_measured_in_groups_that_never_wait_long() -> None:
+    def groups(*case: object) -> list[int]:
+        return [len(group) for group in rooms.Batch(rooms.Case(*case), 1, 1000, "").groups]  # type: ignore[arg-type]
+
+    assert groups("open", 0, 64) == [1000]
+    assert groups("receive", 0, 1) == [32] * 31 + [8]
+    assert groups("receive", 0, 64) == [256] * 3 + [232]
 
 
 def test_rates_are_medians_and_latencies_are_those_of_all_rooms() -> None:
@@ -141,28 +152,33 @@ def test_rates_are_medians_and_latencies_are_those_of_all_rooms() -> None:
         {"prefill": Measured(9.0, cpu, ()), "decode": Measured(seconds, 2 * cpu, waits)}
         for seconds, cpu in ((1.0, 0.01), (4.0, 0.03), (2.0, 0.02))
     ]
-    found = rooms.result(7, parameters, repeats)  # type: ignore[arg-type]
+    found = rooms.result(rooms.Case("receive", 9, 7), parameters, repeats, BARE)  # type: ignore[arg-type]
+    assert (found.measured_from, found.waiting) == ("receive", 9)
     assert (found.in_flight, found.rooms_per_s, found.rooms_per_s_each) == (7, 50.0, (100.0, 25.0, 50.0))
     assert found.latency_ms_median == pytest.approx(50.5) and found.latency_ms_max == pytest.approx(100.0)
     assert found.latency_ms_p90 == pytest.approx(90.1) and found.latency_ms_p99 == pytest.approx(99.01)
     assert (found.prefill_cpu_us_per_room, found.decode_cpu_us_per_room) == (pytest.approx(200.0), pytest.approx(400.0))
     assert found.rooms_verified == 400
-    assert f"{'7':>9} {'50':>9}" in "\n".join(rooms.table([found]))
+    assert f"{'7':>9} {'receive':>9} {'50':>9}" in "\n".join(rooms.table([found]))
+    parts = [{"prefill": Measured(1.0, 0.1), "decode": Measured(2.0, 0.2, (number,))} for number in (0.5, 0.25)]
+    whole = rooms.total(parts)  # type: ignore[arg-type]
+    assert whole == {"prefill": Measured(2.0, 0.2), "decode": Measured(4.0, 0.4, (0.5, 0.25))}
 
 
 def test_kvcores_share_of_the_engine_alone_is_that_of_turns_side_by_side() -> None:
     alone = floor.Figures("fast", {"slow": 1.0, "fast": 9.0}, (10.0, 100.0, 40.0), {"prefill": (1.0, 3.0, 2.0), "decode": (4.0, 6.0, 5.0)})
     assert alone.share((9.0, 80.0, 20.0)) == pytest.approx(0.8)  # of 0.9, 0.8 and 0.5; of the medians it would be 0.5
     repeats = [{"prefill": Measured(1.0, 1.0), "decode": Measured(1 / rate, 1.0)} for rate in (9.0, 80.0, 20.0)]
-    found = bandwidth.result(10**9, bandwidth.Parameters((10**9,), 10**9), repeats, alone)  # type: ignore[arg-type]
-    assert found.raw == bandwidth.Raw("fast", alone.tried, 40.0, alone.rates, 2 * GIB / 1e9, 5 * GIB / 1e9, pytest.approx(0.8))
+    found = bandwidth.result(10**9, bandwidth.Parameters((10**9,), 10**9), repeats, BARE, alone)  # type: ignore[arg-type]
+    cpu = (2 * GIB / 1e9, 5 * GIB / 1e9)
+    assert found.raw == bandwidth.Raw("fast", alone.tried, 40.0, alone.rates, *cpu, pytest.approx(0.8), pytest.approx((0.9, 0.8, 0.5)))
     assert "engine alone: fast" in "\n".join(bandwidth.table([found])) and "kvcore: 80% of it" in "\n".join(bandwidth.table([found]))
 
 
 def test_bandwidth_counts_the_bytes_of_the_pages_that_are_moved() -> None:
     parameters = bandwidth.Parameters(page_bytes=(1 << 20,), room_bytes=(1 << 20) + 5, repeats=2)
     repeats = [{"prefill": Measured(0.1, 0.5), "decode": Measured(seconds, 0.25)} for seconds in (0.001, 0.003)]
-    found = bandwidth.result(1 << 20, parameters, repeats)  # type: ignore[arg-type]
+    found = bandwidth.result(1 << 20, parameters, repeats, BARE)  # type: ignore[arg-type]
     assert found.raw is None
     assert (found.pages, found.room_bytes, found.bytes_verified) == (1, 1 << 20, 3 << 20)
     assert found.gb_per_s == pytest.approx(((1 << 20) / 1e6 + (1 << 20) / 3e6) / 2)
@@ -208,6 +224,59 @@ def test_aborts_of_either_side_are_timed() -> None:
     assert isinstance(results, list) and [one["aborted_by"] for one in results] == ["prefill", "decode"]
     for one in results:
         assert one["rooms"] == 20 and 0 < one["median_ms"] <= one["p99_ms"] <= one["max_ms"]
+
+
+def test_rooms_whose_other_side_is_killed_or_falls_silent_are_timed_until_they_fail() -> None:
+    found = kill.measure(Setup("local"), kill.Parameters(rooms=3, liveness_s=1.0, repeats=1), lambda row, text: None)
+    assert [(one.signal, one.struck, one.stage) for one in found] == [
+        (sign, side, stage)
+        for sign in ("SIGKILL", "SIGSTOP")
+        for side in ("prefill", "decode")
+        for stage in ("joined", "published", "transferring")
+    ]
+    for one in found:
+        assert (one.rooms, one.codes, len(one.median_s_each)) == (3, {"PEER_LOST": 3}, 1)
+        assert f"{one.struck}-" in one.reason  # the instance that was lost
+        assert 0 < one.median_s <= one.p99_s <= one.max_s == pytest.approx(one.over_limit_s + 1.0)
+        if one.signal == "SIGSTOP":
+            assert "silent for liveness_s (1 s)" in one.reason and one.median_s > 0.5
+    assert multiprocessing.active_children() == []
+
+
+def test_times_until_rooms_fail_are_those_of_their_stage() -> None:
+    parameters = kill.Parameters(rooms=2, liveness_s=2.0)
+    repeats = [
+        (10.0, kill.Ends((11.0, 11.1, 12.0, 12.2, 13.0, 13.0), ("PEER_LOST",) * 5 + ("BACKEND",), "gone")),
+        (20.0, kill.Ends((21.0, 21.1, 22.4, 22.6, 23.0, 23.0), ("PEER_LOST",) * 6, "silent")),
+    ]
+    found = kill.result("decode", "SIGKILL", 1, parameters, repeats)
+    assert (found.struck, found.stage, found.codes, found.reason) == ("decode", "published", {"PEER_LOST": 4}, "gone")
+    assert found.median_s_each == (pytest.approx(2.1), pytest.approx(2.5))
+    assert (found.median_s, found.max_s, found.over_limit_s) == (pytest.approx(2.3), pytest.approx(2.6), pytest.approx(0.6))
+    last = kill.result("decode", "SIGKILL", 2, parameters, repeats)
+    assert last.codes == {"PEER_LOST": 3, "BACKEND": 1}
+    assert "3 PEER_LOST, 1 BACKEND" in "\n".join(kill.table([found, last]))
+
+
+def test_waiting_costs_cpu_time_memory_and_looks_on_both_sides() -> None:
+    found = idle.measure(Setup("local"), idle.Parameters(rooms=150, window_s=0.2, repeats=3), lambda row, text: None)
+    assert [one.rooms for one in found] == [0, 150]
+    for one in found:
+        assert len(one.prefill_cpu_percent_each) == len(one.decode_cpu_percent_each) == 3
+        assert one.prefill_cpu_percent == sorted(one.prefill_cpu_percent_each)[1] >= 0
+    nothing, many = found
+    assert (nothing.prefill_poll_all_ms, nothing.decode_poll_all_ms_each, nothing.decode_bytes_per_room) == (None, (), None)
+    for polls in (many.prefill_poll_all_ms_each, many.decode_poll_all_ms_each):
+        assert len(polls) == 3 and all(0 < each < 100 for each in polls)
+    assert many.prefill_bytes_per_room is not None and many.decode_bytes_per_room is not None
+    assert len("\n".join(idle.table(found)).splitlines()) == 3
+
+
+def test_a_room_that_does_not_wait_fails_the_measurement_of_waiting(tmp_path: Path) -> None:
+    failing = "@hookimpl\ndef kvcore_endpoint(self): raise OSError('link down')\n"
+    done = kvcore("bench", "idle", "--backend", "failing", path=make_backend(tmp_path, "failing", failing))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert one_line(done.stderr) and "link down" in done.stderr
 
 
 def test_rooms_that_cannot_meet_fail_the_measurement_of_aborts(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcore.bench.idle import SETTLE_S
+from kvcore.bench.waiting import SETTLE_S
 from kvcore.buffers import Buffer, random_pages
 from kvcore.cli_options import write_json
 from kvcore.sides import ToolError
@@ -41,7 +41,7 @@ def kvcore_open(self, options, context):
     super().kvcore_open(options, context)
 """
 """A backend whose prefill side loses its bootstrap service, and says nothing of its own room, so that decode is heard."""
-QUICK = ("bench", "idle", "--rooms", "3", "--window", "1")
+QUICK = ("bench", "idle", "--rooms", "3", "--window", "1", "--repeats", "1")
 
 
 # --- what is installed
@@ -89,6 +89,8 @@ def test_what_measures_nothing_imports_nothing_heavy(arguments: list[str]) -> No
         (["bench", "rooms", "--rooms", "1000000", "--page-bytes", "1000000"], "above"),
         (["bench", "bandwidth", "--page-bytes", "much"], "--page-bytes"),
         (["bench", "idle", "--window", "9", "--timeout", "5"], "not below"),
+        (["bench", "kill", "--liveness", "9", "--timeout", "5"], "not below"),
+        (["bench", "rooms", "--from", "send"], "--from"),
         (["bench", "plan", "--json", "/no/such/folder/file"], "/no/such/folder"),
         (["demo", "--prompts", "/no/such/file"], "/no/such/file"),
     ],
@@ -210,9 +212,9 @@ def test_who_watches_sees_progress_and_the_result_stays_apart() -> None:
 
 def test_no_progress_where_stderr_is_piped_and_json_goes_to_its_file(tmp_path: Path) -> None:
     began = time.monotonic()
-    done = kvcore("bench", "idle", "--rooms", "3", "--window", "2", "--json", str(tmp_path / "idle.json"))
+    done = kvcore("bench", "idle", "--rooms", "3", "--window", "1", "--repeats", "2", "--json", str(tmp_path / "idle.json"))
     assert (done.returncode, done.stderr) == (0, "")
-    assert time.monotonic() - began > 2 * (2 + SETTLE_S), "both windows were waited for"
+    assert time.monotonic() - began > 2 * 2 + SETTLE_S, "all windows were waited for"
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["waiting", "0", "3"]
     assert "\x1b" not in done.stdout
     found = json.loads((tmp_path / "idle.json").read_text())
@@ -245,3 +247,5 @@ def test_memory_of_torch_is_written_cleared_and_read_like_numpys(monkeypatch: py
         assert np.array_equal(buffer.read(), content)
         buffer.clear()
         assert not buffer.read().any()
+        buffer.put(np.array([3, 1]), content[:2])
+        assert np.array_equal(buffer.take(np.array([1, 3, 0])), [content[1], content[0], np.zeros(32)])

@@ -66,7 +66,7 @@ OPTIONAL = (
     "kvcore.demo", "kvcore.doctor", "kvcore.bench", "kvcore.new",
 )  # fmt: skip
 """Parts behind extras: only they may import these, and nothing of the core imports them."""
-EXTRAS = {"torch", "transformers", "typer", "rich", "gguf", "accelerate"}
+EXTRAS = {"torch", "transformers", "typer", "rich", "matplotlib", "gguf", "accelerate"}
 LAZY = {"aiohttp"}
 """Imported when a server or request starts, by the one module for it."""
 

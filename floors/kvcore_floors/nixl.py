@@ -37,6 +37,10 @@ WAYS = {
     "prepared, 4 requests": Way("prepared", 4),
     "prepared, 2 threads": Way("prepared", 4, 2),
     "prepared, 4 threads": Way("prepared", 4, 4),
+    "arrays, 2 threads": Way("arrays", 4, 2),
+    "arrays, 4 threads": Way("arrays", 4, 4),
+    "tuples, 2 threads": Way("tuples", 4, 2),
+    "tuples, 4 threads": Way("tuples", 4, 4),
 }
 
 
@@ -89,19 +93,22 @@ class NixlFloor:
         """What makes the requests of a transfer, so that the making is measured too."""
         here, there = transfer.local_pages, transfer.remote_pages
         assert here is not None and there is not None
-        if way.kind != "prepared":
-            yield partial(self._listed, transfer, _rows if way.kind == "arrays" else _tuples)
-            return
-        for share in np.array_split(np.arange(here.size), min(way.requests, here.size)):
-            yield partial(self._picked, transfer.pool, here[share], there[share])
+        prepared = way.kind == "prepared"
+        count = here.size if prepared else transfer.length.size
+        for share in np.array_split(np.arange(count), min(way.requests, count)):
+            if prepared:
+                yield partial(self._picked, transfer.pool, here[share], there[share])
+            else:
+                yield partial(self._listed, transfer, share, _rows if way.kind == "arrays" else _tuples)
 
     def _picked(self, pool: str, here: Indices, there: Indices) -> Any:
         mine, theirs = self._lists[pool]
         at, to = self._local[pool].positions(here), self._remote[pool].positions(there)
         return self._agent.make_prepped_xfer("WRITE", mine, at, theirs, to)
 
-    def _listed(self, transfer: Transfer, rows: Callable[[U64, U64], Any]) -> Any:
-        lists = [rows(at, transfer.length) for at in (transfer.local_address, transfer.remote_address)]
+    def _listed(self, transfer: Transfer, share: Indices, rows: Callable[[U64, U64], Any]) -> Any:
+        length = transfer.length[share]
+        lists = [rows(at[share], length) for at in (transfer.local_address, transfer.remote_address)]
         mine, theirs = (self._agent.get_xfer_descs(one, "DRAM") for one in lists)
         return self._agent.initialize_xfer("WRITE", mine, theirs, transfer.peer)
 

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 
 import kvcore
-from kvcore.bench.idle import PAGE_BYTES, settle
-from kvcore.bench.setup import Address, Go, Ready, Setup, finish, manager
+from kvcore.bench.setup import Address, Go, Ready, Setup, manager, percentiles
+from kvcore.bench.waiting import PAGE_BYTES, Opener, Waiting
 from kvcore.buffers import Buffer, memory_kinds
 from kvcore.progress import Watch
-from kvcore.sides import Close, Link, Sides, ToolError
+from kvcore.sides import SIDES, Close, Link, Sides, ToolError
 from kvcore.states import KVPoll, Side
-
-SIDES: tuple[Side, ...] = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +29,17 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Aborts by one side: milliseconds from the call of ``abort`` until a thread of the other side that waits has seen FAILED."""
+    """Aborts by one side: milliseconds from the call of ``abort`` until a thread of the other side that waits has seen FAILED. Of all
+    repeats together, and of each; percentiles from 0 to 100."""
 
     aborted_by: Side
     rooms: int
     median_ms: float
+    median_ms_each: tuple[float, ...]
     p99_ms: float
+    p99_ms_each: tuple[float, ...]
     max_ms: float
+    ms_percentiles: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
     with Sides("bench", work, (setup, parameters), setup.patience_s, watch, setup.debug) as sides:
         sides.tell("decode", sides.hear("prefill", Address))
         for aborting in SIDES:
-            took = list[float]()
+            took = list[list[float]]()
             for _ in range(parameters.repeats):
                 watch("measuring", f"aborts by {aborting}")
                 sides.tell_both(Go(aborting))
@@ -61,11 +63,17 @@ def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
                 sides.tell_both(Go())
                 times = {side: np.array(each.seconds) for side, each in sides.hear_both(Times).items()}
                 seen = times["decode" if aborting == "prefill" else "prefill"]
-                took += list(seen - times[aborting])
-            median, p99, most = (float(1e3 * np.quantile(took, share)) for share in (0.5, 0.99, 1.0))
-            results.append(Result(aborting, parameters.rooms, median, p99, most))
+                took.append(list(1e3 * (seen - times[aborting])))
+            results.append(result(aborting, took))
         sides.close()
     return results
+
+
+def result(aborted_by: Side, took_ms: Sequence[Sequence[float]]) -> Result:
+    """What the repeats come to."""
+    spread, each = percentiles(np.concatenate(took_ms)), [percentiles(one) for one in took_ms]
+    medians, tails = (tuple(one[percent] for one in each) for percent in (50, 99))
+    return Result(aborted_by, len(took_ms[0]), spread[50], medians, spread[99], tails, spread[100], spread)
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
@@ -78,42 +86,20 @@ def table(results: Sequence[Result]) -> Iterator[str]:
 def work(side: Side, settings: tuple[Setup, Parameters], link: Link) -> None:
     """One of the two processes."""
     setup, parameters = settings
-    buffer = Buffer(memory_kinds(setup.backend), parameters.rooms + 1, PAGE_BYTES)
-    with manager(side, setup, buffer) as mine:
-        opened = Rooms(mine, side, link)
-        with opened.open(0) as first:  # so that the two are paired
-            if isinstance(first, kvcore.Sender):
-                first.send([0], last=True)
-            finish(first, setup)
+    with manager(side, setup, Buffer(memory_kinds(setup.backend), 1, PAGE_BYTES)) as mine:
+        opener = Opener(mine, side, link)
+        opener.meet(setup)
         attempt = 1
         while not isinstance(order := link.hear(object), Close):
             assert isinstance(order, Go)
-            handles = [opened.open(room, attempt) for room in range(1, parameters.rooms + 1)]
-            settle(handles, setup)
+            waiting = Waiting(opener, setup, attempt)
+            waiting.grow(parameters.rooms)
             link.tell(Ready())
             link.hear(Go)
-            link.tell(Times(tuple(_abort(handles, parameters.gap_s) if order.way == side else _see(handles, setup))))
-            for handle in handles:
-                handle.clear()
+            times = _abort(waiting.handles, parameters.gap_s) if order.way == side else _see(waiting.handles, setup)
+            link.tell(Times(tuple(times)))
+            waiting.clear()
             attempt += 1
-
-
-class Rooms:
-    """Opens rooms of one page on one side; decode's publish their destination at once."""
-
-    def __init__(self, mine: kvcore.KVManager, side: Side, link: Link) -> None:
-        self._mine, self._side = mine, side
-        if side == "prefill":
-            link.tell(Address(mine.address))
-        self._address = link.hear(Address).text if side == "decode" else ""
-
-    def open(self, room: int, attempt: int = 0) -> kvcore.Handle:
-        """One side of a room."""
-        if self._side == "prefill":
-            return self._mine.sender(room, attempt)
-        receiver = self._mine.receiver(room, prefill=self._address, attempt=attempt)
-        receiver.receive([room])
-        return receiver
 
 
 def _abort(handles: Sequence[kvcore.Handle], gap_s: float) -> Iterator[float]:

@@ -10,13 +10,14 @@ from typing import Literal
 
 import numpy as np
 
-from kvcore.bench.floor import Figures, Turns, meet, raw
+from kvcore.bench.bare import Bare
+from kvcore.bench.floor import Beside, Figures, Turns, meet
 from kvcore.bench.setup import GIB, MIB, SEED, Address, Clock, Go, Measured, Ready, Setup, finish, manager, orders, verify
 from kvcore.buffers import Buffer, memory_kinds, random_pages
 from kvcore.manager import KVManager
 from kvcore.memory import Indices
 from kvcore.progress import Watch
-from kvcore.sides import Link, Sides
+from kvcore.sides import SIDES, Link, Sides
 from kvcore.states import Side
 
 Order = Literal["scattered", "contiguous"]
@@ -45,6 +46,7 @@ class Raw:
     prefill_cpu_s_per_gib: float
     decode_cpu_s_per_gib: float
     kvcore_share: float
+    kvcore_share_each: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +61,12 @@ class Result:
     gb_per_s: float
     gb_per_s_each: tuple[float, ...]
     prefill_cpu_s_per_gib: float
+    prefill_cpu_s_per_gib_each: tuple[float, ...]
     decode_cpu_s_per_gib: float
+    decode_cpu_s_per_gib_each: tuple[float, ...]
     bytes_verified: int
     raw: Raw | None
+    bare: Bare
 
 
 def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
@@ -75,7 +80,8 @@ def _measure(setup: Setup, parameters: Parameters, watch: Watch) -> Result:
     repeats = []
     with Sides("bench", work, (setup, parameters), setup.patience_s, watch, setup.debug) as sides:
         sides.tell("decode", sides.hear("prefill", Address))
-        floor = Turns(sides, meet(sides, setup), pages_of(parameters, page_bytes) * page_bytes / 1e9)
+        nbytes = pages_of(parameters, page_bytes) * page_bytes
+        floor = Turns(sides, meet(sides), nbytes / 1e9, nbytes)
         for repeat in range(parameters.repeats + 1):
             watch(
                 "measuring",
@@ -87,7 +93,7 @@ def _measure(setup: Setup, parameters: Parameters, watch: Watch) -> Result:
             repeats.append(sides.hear_both(Measured))
             floor.take() if repeat else floor.warm_up()
         sides.close()
-    return result(page_bytes, parameters, repeats[1:], floor.figures)
+    return result(page_bytes, parameters, repeats[1:], floor.bare, floor.figures)
 
 
 def pages_of(parameters: Parameters, page_bytes: int) -> int:
@@ -95,12 +101,14 @@ def pages_of(parameters: Parameters, page_bytes: int) -> int:
     return max(1, parameters.room_bytes // page_bytes)
 
 
-def result(page_bytes: int, parameters: Parameters, repeats: Sequence[dict[Side, Measured]], floor: Figures | None = None) -> Result:
+def result(
+    page_bytes: int, parameters: Parameters, repeats: Sequence[dict[Side, Measured]], machine: Bare, floor: Figures | None = None
+) -> Result:
     """What the repeats come to."""
     pages = pages_of(parameters, page_bytes)
     nbytes = pages * page_bytes
     rates = tuple(nbytes / each["decode"].seconds / 1e9 for each in repeats)
-    cpu = {side: statistics.median(each[side].cpu_s for each in repeats) / nbytes * GIB for side in ("prefill", "decode")}
+    cpu = {side: tuple(each[side].cpu_s / nbytes * GIB for each in repeats) for side in SIDES}
     return Result(
         page_bytes=page_bytes,
         order=parameters.order[0],
@@ -108,17 +116,20 @@ def result(page_bytes: int, parameters: Parameters, repeats: Sequence[dict[Side,
         room_bytes=nbytes,
         gb_per_s=statistics.median(rates),
         gb_per_s_each=rates,
-        prefill_cpu_s_per_gib=cpu["prefill"],
-        decode_cpu_s_per_gib=cpu["decode"],
+        prefill_cpu_s_per_gib=statistics.median(cpu["prefill"]),
+        prefill_cpu_s_per_gib_each=cpu["prefill"],
+        decode_cpu_s_per_gib=statistics.median(cpu["decode"]),
+        decode_cpu_s_per_gib_each=cpu["decode"],
         bytes_verified=nbytes * (len(repeats) + 1),
         raw=None if floor is None else _raw(floor, rates, nbytes),
+        bare=machine,
     )
 
 
 def _raw(floor: Figures, rates: Sequence[float], nbytes: int) -> Raw:
     cpu = {side: statistics.median(each) / nbytes * GIB for side, each in floor.cpu_s.items()}
     rate = statistics.median(floor.rates)
-    return Raw(floor.way, floor.tried, rate, floor.rates, cpu["prefill"], cpu["decode"], floor.share(rates))
+    return Raw(floor.way, floor.tried, rate, floor.rates, cpu["prefill"], cpu["decode"], floor.share(rates), floor.shares(rates))
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
@@ -129,6 +140,7 @@ def table(results: Sequence[Result]) -> Iterator[str]:
         yield f"{room} {_rates(one)}"
         if one.raw is not None:
             yield f"{'  engine alone: ' + one.raw.way:<{len(room)}} {_rates(one.raw)}   kvcore: {one.raw.kvcore_share:.0%} of it"
+        yield str(one.bare)
     yield f"all of {sum(one.bytes_verified for one in results) / MIB:.4g} MiB verified"
 
 
@@ -150,10 +162,10 @@ def _prefill(setup: Setup, order: Order, buffer: Buffer, link: Link) -> None:
     pages = listed(order, "prefill", len(buffer.tensor))
     with manager("prefill", setup, buffer) as prefill:
         link.tell(Address(prefill.address))
-        with raw("prefill", setup, buffer, link) as floor:
+        with Beside("prefill", setup, buffer, link) as beside:
             for room, go in enumerate(orders(link)):
-                if go.way and floor:
-                    link.tell(floor.write(go.way, [floor.transfer(pages, listed(order, "decode", len(pages)))]))
+                if go.way:
+                    link.tell(beside.write(go.way, [(pages, listed(order, "decode", len(pages)))]))
                 else:
                     link.tell(_send(prefill, room, pages, setup, link))
 
@@ -172,10 +184,12 @@ def _decode(setup: Setup, order: Order, buffer: Buffer, link: Link) -> None:
     pages = listed(order, "decode", len(buffer.tensor))
     with manager("decode", setup, buffer) as decode:
         address = link.hear(Address).text
-        with raw("decode", setup, buffer, link) as floor:
+        sources = np.arange(len(pages))
+        with Beside("decode", setup, buffer, link) as beside:
             for room, go in enumerate(orders(link)):
                 buffer.clear()
-                measured = floor.serve() if go.way and floor else _receive(decode, room, pages, setup, address)
+                beside_it = go.way != ""
+                measured = beside.serve(go.way, sent, sources, pages) if beside_it else _receive(decode, room, pages, setup, address)
                 verify(buffer.read()[pages], sent, setup)
                 link.tell(measured)
 

@@ -1,7 +1,8 @@
-"""The floor under a measurement: the same bytes by the same descriptors, moved by the engine itself with nothing of kvcore between.
+"""The floor under a measurement: the same bytes by the same descriptors, moved by the engine itself with nothing of kvcore between; and
+under that what the bare machine takes.
 
 A distribution may offer one, under the backend's name in the entry-point group ``kvcore.bench``: a class with ``Floor``'s methods. Only a
-measurement imports it. It runs in the measurement's two processes, beside managers that have nothing to do meanwhile; its turns and
+measurement imports it. All run in the measurement's two processes, beside managers that have nothing to do meanwhile; its turns and
 kvcore's alternate, so that whatever else the machine does hits both alike.
 """
 
@@ -11,16 +12,18 @@ import importlib.metadata
 import logging
 import statistics
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 from pydantic import BaseModel
 
-from kvcore import mapping, registry
+from kvcore import interfaces, mapping, registry
+from kvcore.bench.bare import Bare, Caller, Echo, bare, copy
 from kvcore.bench.setup import Clock, Go, Measured, Ready, Setup, pool
-from kvcore.buffers import Buffer
+from kvcore.buffers import Buffer, Bytes
 from kvcore.hookspecs import Endpoint, OpenContext, Peer, Transfer
 from kvcore.installed import find_backend
 from kvcore.memory import Indices, Region
@@ -29,6 +32,8 @@ from kvcore.sides import SIDES, Link, Sides
 from kvcore.states import RoomKey, Side
 
 GROUP = "kvcore.bench"
+BARE = "bare"
+"""The turn of the bare machine, which is no way of an engine's."""
 TRIES = 2
 """How often each way of posting is tried before the fastest is chosen."""
 
@@ -47,7 +52,8 @@ class Floor(Protocol):
         """Prefill: make decode's engine and memory reachable."""
 
     def write(self, way: str, transfers: Sequence[Transfer], at_once: int) -> None:
-        """Prefill: move all, at most ``at_once`` transfers at a time; return when every byte is in place. This is what is measured."""
+        """Prefill: move all, at most ``at_once`` transfers at a time; return when every byte is in place. This is what is measured. In a
+        turn it is called once with all transfers, or with each alone."""
 
     def serve(self, stop: threading.Event) -> None:
         """Decode: drive an engine whose target must work, until ``stop``."""
@@ -57,25 +63,40 @@ class Floor(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Met:
+    """From decode, passed on to prefill: where its end of round trips is, and its engine if there is a floor."""
+
+    echo: str
+    peer: Peer | None
+
+
+@dataclass(frozen=True, slots=True)
 class Ways:
-    """From prefill, once its floor is connected: the names of the ways."""
+    """From prefill, once all is connected: the names of the engine's ways, none without a floor; ``copies``: whether the pages are in CPU
+    memory."""
 
     names: tuple[str, ...]
+    copies: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
     """What a floor came to. ``tried``: the best rate of each way, in the measurement's unit. The rest is of the fastest way: of each turn
-    its rate, and CPU seconds by side."""
+    its rate, CPU seconds by side, and where each transfer was alone their median milliseconds."""
 
     way: str
     tried: dict[str, float]
     rates: tuple[float, ...]
     cpu_s: dict[Side, tuple[float, ...]]
+    alone_ms: tuple[float, ...] = ()
+
+    def shares(self, rates: Sequence[float]) -> tuple[float, ...]:
+        """How rates of kvcore's compare: each one's part of the turn that came after it."""
+        return tuple(mine / raw for mine, raw in zip(rates, self.rates, strict=True))
 
     def share(self, rates: Sequence[float]) -> float:
-        """How rates of kvcore's compare: the median of each one's part of the turn that came after it."""
-        return statistics.median(mine / raw for mine, raw in zip(rates, self.rates, strict=True))
+        """The median of ``shares``."""
+        return statistics.median(self.shares(rates))
 
 
 def offered(backend: str) -> importlib.metadata.EntryPoint | None:
@@ -87,40 +108,50 @@ def offered(backend: str) -> importlib.metadata.EntryPoint | None:
 # --- in the driver
 
 
-def meet(sides: Sides[Any], setup: Setup) -> tuple[str, ...]:
-    """Have prefill's floor connect to decode's; the names of its ways, none if there is no floor."""
-    if offered(setup.backend) is None:
-        return ()
-    sides.tell("prefill", sides.hear("decode", Peer))
-    return sides.hear("prefill", Ways).names
+def meet(sides: Sides[Any]) -> Ways:
+    """Have the floors of the two sides connect."""
+    sides.tell("prefill", sides.hear("decode", Met))
+    return sides.hear("prefill", Ways)
 
 
 class Turns:
-    """Turns of a floor: all its ways are tried, then the fastest is measured. ``amount``: what a turn moves, in the measurement's unit."""
+    """Turns of the floors: all the engine's ways are tried, then the fastest is measured, and the bare machine after it. ``amount``: what
+    a turn moves, in the measurement's unit; ``nbytes``: the same in bytes."""
 
-    def __init__(self, sides: Sides[Any], ways: Sequence[str], amount: float) -> None:
-        self._sides, self._amount = sides, amount
-        self._ways, self._tried = ways, dict.fromkeys(ways, 0.0)
+    def __init__(self, sides: Sides[Any], ways: Ways, amount: float, nbytes: int) -> None:
+        self._sides, self._amount, self._nbytes = sides, amount, nbytes
+        self._tried = dict.fromkeys(ways.names, 0.0)
+        self._copies = ways.copies
         self._taken: list[dict[Side, Measured]] = []
+        self._bare: list[dict[Side, Measured]] = []
 
     def warm_up(self) -> None:
         """Try every way."""
-        for way in [*self._ways] * TRIES:
+        for way in [*self._tried] * TRIES:
             self._tried[way] = max(self._tried[way], self._rate(self._turn(way)))
+        self._turn(BARE)
 
     def take(self) -> None:
         """Measure once."""
-        if self._ways:
+        if self._tried:
             self._taken.append(self._turn(self._fastest))
+        self._bare.append(self._turn(BARE))
 
     @property
     def figures(self) -> Figures | None:
-        """Of what was measured; None without a floor."""
+        """Of what was measured of the engine; None without a floor."""
         if not self._taken:
             return None
         rates = tuple(self._rate(turn) for turn in self._taken)
         cpu_s = {side: tuple(turn[side].cpu_s for turn in self._taken) for side in SIDES}
-        return Figures(self._fastest, dict(self._tried), rates, cpu_s)
+        alone = tuple(1e3 * statistics.median(times) for turn in self._taken if (times := turn["prefill"].latencies_s))
+        return Figures(self._fastest, dict(self._tried), rates, cpu_s, alone)
+
+    @property
+    def bare(self) -> Bare:
+        """Of what was measured of the bare machine."""
+        trips = [statistics.median(turn["prefill"].latencies_s) for turn in self._bare]
+        return bare(trips, [turn["decode"].seconds for turn in self._bare] if self._copies else [], self._nbytes)
 
     @property
     def _fastest(self) -> str:
@@ -143,21 +174,27 @@ class Turns:
 
 
 class Raw:
-    """A side's floor with the pages of a measurement."""
+    """A side's engine by itself, with the pages of a measurement."""
 
-    def __init__(self, floor: Floor, side: Side, setup: Setup, buffer: Buffer, link: Link) -> None:
-        self._floor, self._link = floor, link
-        mine = pool(buffer)
+    def __init__(self, floor: Floor, side: Side, setup: Setup, buffer: Buffer) -> None:
+        self._floor, self._name, self._pool = floor, f"kvcore-bench-{side}", pool(buffer)
         _, _, info = registry.plugin_manager(registry.load_backend(setup.backend))
-        name = f"kvcore-bench-{side}"
-        context = OpenContext(name, side, 0, setup.host, setup.host, logging.getLogger("kvcore.bench"), (mine.geometry,))
-        endpoint = floor.open(registry.validated_options(info, setup.options), context, mine.regions)
-        if side == "decode":
-            return link.tell(Peer(name, endpoint, mine.regions, (mine.geometry,)))
-        self._peer = link.hear(Peer)
-        floor.connect(self._peer)
-        self._local, self._remote = Layout.of((mine.geometry,), mine.regions), Layout.of(self._peer.pools, self._peer.regions)
-        link.tell(Ways(tuple(floor.ways)))
+        host = interfaces.placed(setup.host, "")["host"]
+        context = OpenContext(self._name, side, 0, host, host, logging.getLogger("kvcore.bench"), (self._pool.geometry,))
+        self._endpoint = floor.open(registry.validated_options(info, setup.options), context, self._pool.regions)
+        self.serve = floor.serve
+
+    @property
+    def peer(self) -> Peer:
+        """What the other side is to know of this one."""
+        return Peer(self._name, self._endpoint, self._pool.regions, (self._pool.geometry,))
+
+    def connect(self, peer: Peer) -> tuple[str, ...]:
+        """On prefill: connect to decode's; the names of the ways."""
+        self._peer = peer
+        self._floor.connect(peer)
+        self._local, self._remote = Layout.of((self._pool.geometry,), self._pool.regions), Layout.of(peer.pools, peer.regions)
+        return tuple(self._floor.ways)
 
     def transfer(self, mine: Indices, theirs: Indices) -> Transfer:
         """On prefill: pages as a backend gets them, but whole, however many they are."""
@@ -167,36 +204,61 @@ class Raw:
         named = Transfer(RoomKey("prefill", 0, 0, 1), self._peer.id, *arrays, self._local.base, self._remote.base)
         return replace(named, pool="kv", local_pages=mine, remote_pages=theirs)
 
-    def write(self, way: str, transfers: Sequence[Transfer], at_once: int = 1) -> Measured:
-        """A turn on prefill, when the driver says that decode serves."""
+    def write(self, way: str, transfers: Sequence[Transfer], at_once: int) -> Measured:
+        """On prefill: move all. Where they are to go one at a time and are several, each is timed."""
+        clock, took = Clock(), []
+        if at_once > 1 or len(transfers) == 1:
+            self._floor.write(way, transfers, at_once)
+            return clock.read()
+        for transfer in transfers:
+            began = time.perf_counter()
+            self._floor.write(way, [transfer], 1)
+            took.append(time.perf_counter() - began)
+        return clock.read(tuple(took))
+
+
+class Beside:
+    """What a side has beside its manager, and the meeting with the other side's. Its context ends the engine."""
+
+    def __init__(self, side: Side, setup: Setup, buffer: Buffer, link: Link) -> None:
+        entry = offered(setup.backend)
+        self._floor: Floor | None = entry.load()() if entry is not None else None
+        self._link, self._buffer = link, buffer
+        self._raw = Raw(self._floor, side, setup, buffer) if self._floor is not None else None
+        if side == "decode":
+            self._echo = Echo(setup)
+            return link.tell(Met(self._echo.address, self._raw.peer if self._raw is not None else None))
+        met = link.hear(Met)
+        self._caller = Caller(met.echo, setup)
+        names = self._raw.connect(met.peer) if self._raw is not None and met.peer is not None else ()
+        link.tell(Ways(names, isinstance(buffer.tensor, np.ndarray)))
+
+    def __enter__(self) -> Beside:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._floor is not None:
+            self._floor.close()
+
+    def write(self, way: str, pages: Iterable[tuple[Indices, Indices]], at_once: int = 1) -> Measured:
+        """A turn on prefill, when the driver says that decode serves. ``pages``: of each transfer, here and there."""
+        raw = self._raw if way != BARE else None
+        transfers = [raw.transfer(*each) for each in pages] if raw is not None else []
         self._link.tell(Ready())
         self._link.hear(Go)
-        clock = Clock()
-        self._floor.write(way, transfers, at_once)
-        return clock.read()
+        return raw.write(way, transfers, at_once) if raw is not None else self._caller.measure()
 
-    def serve(self) -> Measured:
-        """A turn on decode, until the driver says that it is over."""
+    def serve(self, way: str, pages: Bytes, sources: Indices, places: Indices) -> Measured:
+        """A turn on decode, until the driver says that it is over. When it is, page ``sources[n]`` of ``pages`` is at ``places[n]``; in a
+        turn of the bare machine it is copied there, and that is what is measured."""
+        raw = self._raw if way != BARE else None
         stop = threading.Event()
-        server = threading.Thread(target=self._floor.serve, args=(stop,), name="kvcore-bench-floor", daemon=True)
+        target = raw.serve if raw is not None else self._echo.serve
+        server = threading.Thread(target=target, args=(stop,), name="kvcore-bench-floor", daemon=True)
         clock = Clock()
         server.start()
         self._link.tell(Ready())
         self._link.hear(Go)
         stop.set()
         server.join()
-        return clock.read()
-
-
-@contextmanager
-def raw(side: Side, setup: Setup, buffer: Buffer, link: Link) -> Iterator[Raw | None]:
-    """This side's floor, and the meeting with the other's; None if there is none."""
-    entry = offered(setup.backend)
-    if entry is None:
-        yield None
-        return
-    floor: Floor = entry.load()()
-    try:
-        yield Raw(floor, side, setup, buffer, link)
-    finally:
-        floor.close()
+        return clock.read() if raw is not None else copy(pages, sources, self._buffer, places)

@@ -1,44 +1,71 @@
-"""``bench idle``: what a paired prefill and decode cost while nothing moves, without rooms and with many that wait."""
+"""``bench idle``: what a paired prefill and decode cost while nothing moves, without rooms and with many that wait: CPU time, memory, and
+the time of looking at all of them."""
 
 from __future__ import annotations
 
+import gc
+import os
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-import numpy as np
-
-import kvcore
-from kvcore.bench.setup import Address, Clock, Go, Measured, Ready, Setup, finish, manager
+from kvcore.bench.loop import carry
+from kvcore.bench.setup import Address, Clock, Go, Ready, Setup, manager
+from kvcore.bench.waiting import PAGE_BYTES, SPARE_PAGE, Opener, Waiting
 from kvcore.buffers import Buffer, memory_kinds
+from kvcore.flight import MOST_ENTRIES
 from kvcore.progress import Watch
-from kvcore.sides import Close, Link, Sides, ToolError
-from kvcore.states import KVPoll, Side
+from kvcore.sides import Close, Link, Sides
+from kvcore.states import Side
 
-PAGE_BYTES = 256
-SETTLE_S = 1.0
-STEP_S = 0.01
-
-Open = Callable[[int], kvcore.Handle]
+FILLING_ROOMS = MOST_ENTRIES // 12
+"""After so many the flight record is full, as that of any instance that has served for a while: it is no part of what a room takes."""
+FILLING_AT_ONCE = 8
+LOOKS = 50
+"""How often all rooms are polled for one median."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """``rooms``: how many wait in the second of the two windows, published on decode, with nothing handed over on prefill."""
+    """``rooms``: how many wait in the second half, published on decode, with nothing handed over on prefill; ``repeats``: windows of
+    ``window_s`` seconds in each half."""
 
     rooms: int = 5000
     window_s: float = 5.0
+    repeats: int = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one window: each process's share of one core, in percent."""
+    """Of so many waiting rooms; medians of the repeats. Each process's share of one core, in percent; how long one ``poll_all`` of all
+    rooms takes; and how much more anonymous memory is resident than before they were opened, by room. None without rooms, memory also
+    where the system does not tell."""
 
     rooms: int
     window_s: float
     prefill_cpu_percent: float
+    prefill_cpu_percent_each: tuple[float, ...]
     decode_cpu_percent: float
+    decode_cpu_percent_each: tuple[float, ...]
+    prefill_poll_all_ms: float | None
+    prefill_poll_all_ms_each: tuple[float, ...]
+    decode_poll_all_ms: float | None
+    decode_poll_all_ms_each: tuple[float, ...]
+    prefill_bytes_per_room: float | None
+    decode_bytes_per_room: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """From a side: of each window its CPU share of a core in percent, of as many looks at all rooms their median in milliseconds, and
+    bytes of memory a room."""
+
+    cpu_percent: tuple[float, ...]
+    poll_all_ms: tuple[float, ...]
+    bytes_per_room: float | None
 
 
 def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
@@ -51,83 +78,93 @@ def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
             sides.tell_both(Go())
             sides.hear_both(Ready)
             sides.tell_both(Go())
-            measured = sides.hear_both(Measured)
-            sides.tell_both(Go())
-            percent = {side: 100 * each.cpu_s / each.seconds for side, each in measured.items()}
-            results.append(Result(rooms, parameters.window_s, percent["prefill"], percent["decode"]))
+            results.append(result(rooms, parameters, sides.hear_both(Seen)))
         sides.close()
     return results
 
 
+def result(rooms: int, parameters: Parameters, seen: dict[Side, Seen]) -> Result:
+    """What both sides saw of so many rooms."""
+    prefill, decode = seen["prefill"], seen["decode"]
+    return Result(
+        rooms=rooms,
+        window_s=parameters.window_s,
+        prefill_cpu_percent=statistics.median(prefill.cpu_percent),
+        prefill_cpu_percent_each=prefill.cpu_percent,
+        decode_cpu_percent=statistics.median(decode.cpu_percent),
+        decode_cpu_percent_each=decode.cpu_percent,
+        prefill_poll_all_ms=statistics.median(prefill.poll_all_ms) if rooms else None,
+        prefill_poll_all_ms_each=prefill.poll_all_ms,
+        decode_poll_all_ms=statistics.median(decode.poll_all_ms) if rooms else None,
+        decode_poll_all_ms_each=decode.poll_all_ms,
+        prefill_bytes_per_room=prefill.bytes_per_room,
+        decode_bytes_per_room=decode.bytes_per_room,
+    )
+
+
 def table(results: Sequence[Result]) -> Iterator[str]:
     """The results for people."""
-    yield "waiting rooms   window s   % of a core: prefill  decode"
+    yield "waiting rooms   window s   % of a core: prefill  decode   poll_all ms: prefill  decode   bytes a room: prefill  decode"
     for one in results:
-        yield f"{one.rooms:>13} {one.window_s:>10g}   {one.prefill_cpu_percent:>20.2f} {one.decode_cpu_percent:>7.2f}"
+        cpu = f"{one.prefill_cpu_percent:>20.2f} {one.decode_cpu_percent:>7.2f}"
+        polls = f"{_shown(one.prefill_poll_all_ms, '.3f'):>20} {_shown(one.decode_poll_all_ms, '.3f'):>7}"
+        memory = f"{_shown(one.prefill_bytes_per_room, '.0f'):>21} {_shown(one.decode_bytes_per_room, '.0f'):>7}"
+        yield f"{one.rooms:>13} {one.window_s:>10g}   {cpu}   {polls}   {memory}"
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
 
 
 def work(side: Side, settings: tuple[Setup, Parameters], link: Link) -> None:
     """One of the two processes."""
     setup, parameters = settings
-    buffer = Buffer(memory_kinds(setup.backend), parameters.rooms + 1, PAGE_BYTES)
-    with manager(side, setup, buffer) as mine:
-        (_prefill if side == "prefill" else _decode)(mine, setup, parameters, link)
+    with manager(side, setup, Buffer(memory_kinds(setup.backend), 1, PAGE_BYTES)) as mine:
+        opener = Opener(mine, side, link)
+        opener.meet(setup)
+        filling = range(1, min(FILLING_ROOMS, parameters.rooms) + 1)
+        carry(mine, setup, filling, FILLING_AT_ONCE * (1 + (side == "prefill")), lambda room: opener.begin(room, SPARE_PAGE))
+        waiting = Waiting(opener, setup)
+        for rooms in (0, parameters.rooms):
+            link.hear(Go)
+            link.progress(f"opening {rooms} rooms")
+            before = _resident_bytes()
+            waiting.grow(rooms)
+            link.tell(Ready())
+            link.hear(Go)
+            after = _resident_bytes()
+            memory = (after - before) / rooms if rooms and before is not None and after is not None else None
+            cpu = tuple(_cpu_percent(number, parameters, link) for number in range(1, parameters.repeats + 1))
+            polls = tuple(_median_ms(lambda: mine.poll_all(waiting.handles)) for _ in range(parameters.repeats if rooms else 0))
+            waiting.check()
+            link.tell(Seen(cpu, polls, memory))
         link.hear(Close)
+        waiting.clear()  # this ends them on the other side too, which looks no more
 
 
-def _prefill(mine: kvcore.KVManager, setup: Setup, parameters: Parameters, link: Link) -> None:
-    link.tell(Address(mine.address))
-    with mine.sender(0) as sender:  # so that the two are paired
-        sender.send([0], last=True)
-        finish(sender, setup)
-    _windows(mine.sender, setup, parameters, link)
+def _cpu_percent(number: int, parameters: Parameters, link: Link) -> float:
+    """This process's share of one core while its main thread waits."""
+    link.progress(f"window {number} of {parameters.repeats}")
+    clock = Clock()
+    threading.Event().wait(parameters.window_s)
+    measured = clock.read()
+    return 100 * measured.cpu_s / measured.seconds
 
 
-def _decode(mine: kvcore.KVManager, setup: Setup, parameters: Parameters, link: Link) -> None:
-    address = link.hear(Address).text
-
-    def receive(room: int) -> kvcore.Handle:
-        receiver = mine.receiver(room, prefill=address)
-        receiver.receive([room])
-        return receiver
-
-    with receive(0) as receiver:
-        finish(receiver, setup)
-    _windows(receive, setup, parameters, link)
+def _median_ms(call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(LOOKS):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(times)
 
 
-def _windows(open_room: Open, setup: Setup, parameters: Parameters, link: Link) -> None:
-    for rooms in (0, parameters.rooms):
-        link.hear(Go)
-        link.progress(f"opening {rooms} rooms")
-        handles = [open_room(room) for room in range(1, rooms + 1)]
-        settle(handles, setup)
-        link.tell(Ready())
-        link.hear(Go)
-        clock = Clock()
-        threading.Event().wait(parameters.window_s)
-        measured = clock.read()
-        _check(handles)
-        link.tell(measured)
-        link.hear(Go)  # clearing ends them on the other side too, which may not have looked yet
-        for handle in handles:
-            handle.clear()
-
-
-def settle(handles: Sequence[kvcore.Handle], setup: Setup) -> None:
-    """Wait until all rooms wait, and until the threads have noticed."""
-    deadline = time.monotonic() + setup.patience_s
-    while any(handle.poll() is KVPoll.BOOTSTRAPPING for handle in handles) and time.monotonic() < deadline:
-        threading.Event().wait(STEP_S)
-    _check(handles)
-    threading.Event().wait(SETTLE_S)
-
-
-def _check(handles: Sequence[kvcore.Handle]) -> None:
-    states = np.array([handle.poll() for handle in handles])
-    strays = int(np.count_nonzero(states != KVPoll.WAITING_FOR_INPUT))
-    if strays:
-        first = next(handle for handle in handles if handle.poll() is not KVPoll.WAITING_FOR_INPUT)
-        raise ToolError(
-            f"{strays} of {len(handles)} rooms do not wait: room {first.room} is {first.poll().name} ({first.failure}); try fewer rooms"
-        )
+def _resident_bytes() -> int | None:
+    """Resident memory that no file and no other process has a part in; None where the system does not tell."""
+    gc.collect()
+    try:
+        resident, shared = Path("/proc/self/statm").read_text(encoding="ascii").split()[1:3]
+    except OSError:
+        return None
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")

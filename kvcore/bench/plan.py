@@ -48,10 +48,11 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One case's median."""
+    """One case's median, and every time."""
 
     case: Case
     median_ms: float
+    median_ms_each: tuple[float, ...] = ()
 
     @property
     def missed(self) -> bool:
@@ -60,9 +61,9 @@ class Result:
 
 
 CASES = (
-    Case(2048, 128, True, None, 10.0),
-    Case(8192, 128, True, None, 40.0),
-    Case(8192, 128, True, 4096, 40.0),
+    Case(2048, 128, True, None, 5.0),
+    Case(8192, 128, True, None, 20.0),
+    Case(8192, 128, True, 4096, 20.0),
     Case(8192, 128, False, None, 0.5),
     Case(1, 128, False, None, 0.5),
     Case(2048, 61, True, None, 60.0, ranks=8),
@@ -71,7 +72,8 @@ CASES = (
 
 def measure(parameters: Parameters, cases: Sequence[Case] = CASES) -> list[Result]:
     """Plan every case."""
-    return [Result(case, _median_ms(case, parameters.repeats)) for case in cases]
+    times = [(case, _times_ms(case, parameters.repeats)) for case in cases]
+    return [Result(case, statistics.median(each), each) for case, each in times]
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
@@ -81,8 +83,8 @@ def table(results: Sequence[Result]) -> Iterator[str]:
         yield f"{one.median_ms:>9.3f} {one.case.target_ms:>11g}   {one.case}{'  MISSED' if one.missed else ''}"
 
 
-def _median_ms(case: Case, repeats: int) -> float:
-    """Median milliseconds of planning a chunk and cutting it into batches."""
+def _times_ms(case: Case, repeats: int) -> tuple[float, ...]:
+    """Milliseconds of planning a chunk and cutting it into batches."""
     here, there, pages, times = _layout(case.regions), _layout(case.regions, case.ranks), _pages(case), []
     geometries = [here.pools["kv"].geometry], [there.pools["kv"].geometry]
     decode = [Place(tp_size=case.ranks, tp_rank=rank) for rank in range(case.ranks)]
@@ -94,8 +96,8 @@ def _median_ms(case: Case, repeats: int) -> float:
             if case.ranks == 1:
                 for batch in split(planned, case.cut, None):
                     batch.descriptors()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times) * 1e3
+        times.append(1e3 * (time.perf_counter() - began))
+    return tuple(times)
 
 
 def _layout(regions: int, ranks: int = 1) -> Layout:

@@ -1,38 +1,178 @@
-"""The JSON object that every measurement writes, with the same fields whatever is measured."""
+"""The JSON object that every measurement writes, with the same fields whatever is measured; read again, and its JSON Schema."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final, Literal, get_type_hints
+
+import msgspec
 
 import kvcore
-from kvcore.bench.setup import Setup
+from kvcore.bench.catalog import MEASUREMENTS
+from kvcore.bench.setup import GIB, Setup
+from kvcore.errors import one_line
 from kvcore.installed import find_backend
+from kvcore.sides import ToolError
 
-SCHEMA = 1
+SCHEMA: Final = 1
+"""Raised when a field goes or changes its meaning; fields may be added under the same number."""
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
-def report(command: str, setup: Setup | None, parameters: Any, results: Sequence[Any]) -> dict[str, Any]:
-    """``schema, command, backend, versions, machine, parameters, results``. Parameters and results are dataclasses; numbers are rounded
-    to six digits after the point. Without a ``setup`` no backend had a part in it."""
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """``cores`` that may be used, kind of processor, kernel, memory, and the Python that ran."""
+
+    cores: int
+    architecture: str
+    python: str
+    processor: str
+    system: str
+    memory_gib: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a measurement writes. ``backend``: None if none had a part in it; ``taken``: when it was written, UTC; ``parameters``:
+    everything that can be set, as it was; ``results``: see the measurement."""
+
+    schema: int
+    command: str
+    backend: str | None
+    versions: dict[str, str]
+    machine: Machine
+    taken: str
+    parameters: dict[str, Any]
+    results: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One figure of a result: its median and, if it was repeated, that of ``each`` repeat. ``higher``: whether more is better."""
+
+    name: str
+    value: float
+    each: tuple[float, ...]
+
+    @property
+    def higher(self) -> bool:
+        """Whether more is better; the unit stands at the end of the name."""
+        return self.name.endswith(("_per_s", "_share", "goodput"))
+
+
+def report(command: str, setup: Setup | None, parameters: Any, results: Sequence[Any]) -> Report:
+    """Parameters and results are dataclasses; numbers are rounded to six digits after the point. Without a ``setup`` no backend had a part
+    in it."""
     versions = {"kvcore": kvcore.__version__}
     given = asdict(parameters)
     if setup is not None:
         installed = find_backend(setup.backend)
-        versions |= {"distribution": installed.distribution, "backend": installed.version}
+        versions = _beneath(installed.distribution) | versions | {"distribution": installed.distribution, "backend": installed.version}
         given |= {"options": setup.options, "host": setup.host}
-    return {
-        "schema": SCHEMA,
-        "command": command,
-        "backend": setup.backend if setup is not None else None,
-        "versions": versions,
-        "machine": {"cores": len(os.sched_getaffinity(0)), "architecture": platform.machine(), "python": platform.python_version()},
-        "parameters": given,
-        "results": [_rounded(asdict(result)) for result in results],
+    return Report(
+        schema=SCHEMA,
+        command=command,
+        backend=setup.backend if setup is not None else None,
+        versions=versions,
+        machine=machine(),
+        taken=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        parameters=given,
+        results=[_rounded(asdict(result)) for result in results],
+    )
+
+
+def machine() -> Machine:
+    """This one."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    system = f"{platform.system()} {platform.release()}"
+    cores = len(os.sched_getaffinity(0))
+    return Machine(cores, platform.machine(), platform.python_version(), _processor(), system, round(memory / GIB, 1))
+
+
+def read(path: Path) -> Report:
+    """What a measurement wrote with ``--json``; raises ``ToolError`` if that is not what the file holds."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Report)
+    except OSError as error:
+        raise ToolError(f"{path} cannot be read ({error.strerror}); name a file that kvcore bench has written with --json") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ToolError(
+            f"{path} is not what kvcore bench writes with --json ({one_line(error)}); name a file that it has written"
+        ) from error
+    if found.schema != SCHEMA or found.command not in MEASUREMENTS:
+        what = f"{one_line(found.command)} under schema {found.schema}"
+        raise ToolError(f"{path} has {what}, which this version does not know; use the kvcore that wrote it")
+    return found
+
+
+def figures(result: Mapping[str, Any], names: Iterable[str] = (), prefix: str = "") -> Iterator[Figure]:
+    """All figures of a result, those within it as ``raw.<name>``: numbers that are not whole, and whole ones that were repeated. ``names``
+    are left out."""
+    for name, value in result.items():
+        each = tuple(result.get(f"{name}_each") or ())
+        if name in names or name.startswith("tried_"):
+            continue
+        if isinstance(value, Mapping):
+            yield from figures(value, prefix=f"{prefix}{name}.")
+        elif isinstance(value, float) or (isinstance(value, int) and each):
+            yield Figure(prefix + name, value, each)
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema of what every measurement writes, and of a comparison."""
+    from kvcore.bench.compare import Comparison
+
+    kinds = [*(_kind(command) for command in MEASUREMENTS), Comparison]
+    references, components = msgspec.json.schema_components(kinds)
+    for each in components.values():
+        each["required"] = list(each["properties"])  # what has a default is written too
+        for one in each["properties"].values():
+            one.pop("default", None)
+    return {"$schema": DIALECT, "title": "What kvcore bench writes with --json", "anyOf": list(references), "$defs": components}
+
+
+def _kind(command: str) -> type[Any]:
+    """A report of this command, with its parameters and results spelled out."""
+    measurement, name = MEASUREMENTS[command], command.replace(" ", "_")
+    given = [*get_type_hints(measurement.parameters).items()]
+    if command != "bench plan":
+        given += [("options", dict[str, Any]), ("host", str)]
+    spelled = {
+        "schema": Literal[1],
+        "command": Literal[command],
+        "parameters": msgspec.defstruct(f"{name}_parameters", given),
+        "results": list[measurement.result],  # type: ignore[name-defined]
     }
+    return msgspec.defstruct(name, [*(get_type_hints(Report) | spelled).items()])
+
+
+def _beneath(distribution: str) -> dict[str, str]:
+    """Versions of what counts beneath a measurement: of a plugin all that it names, so its engine too."""
+    names = ["numpy", "pyzmq"]
+    found = {}
+    with suppress(metadata.PackageNotFoundError):
+        if distribution != "kvcore":
+            names += [re.split(r"[^\w.-]", each, maxsplit=1)[0] for each in metadata.requires(distribution) or ()]
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def _processor() -> str:
+    try:
+        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor()
 
 
 def _rounded(value: Any) -> Any:

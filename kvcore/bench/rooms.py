@@ -1,44 +1,62 @@
 """``bench rooms``: how many rooms a second, how long one takes, and what it costs. One page a room, so it is the core that is measured.
-Beside it, as many transfers of a page by the engine alone."""
+Beside it, as many transfers of a page by the engine alone.
+
+A room is measured from opening its receiver, or from ``receive`` where both handles were opened before and prefill has handed its page
+over; with or without rooms that wait meanwhile.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import statistics
+import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from kvcore.bench.floor import Figures, Turns, meet, raw
-from kvcore.bench.setup import SEED, Address, Clock, Go, Measured, Setup, manager, orders, verify
+import kvcore
+from kvcore.bench.bare import Bare, over
+from kvcore.bench.floor import Beside, Figures, Turns, meet
+from kvcore.bench.loop import carry
+from kvcore.bench.setup import SEED, Address, Clock, Go, Measured, Ready, Setup, manager, orders, percentiles, verify
+from kvcore.bench.waiting import STEP_S, Opener, Waiting, hand_over
 from kvcore.buffers import Buffer, memory_kinds, random_pages
 from kvcore.memory import Indices
 from kvcore.progress import Watch
-from kvcore.sides import Link, Sides
-from kvcore.states import Side
+from kvcore.sides import SIDES, Link, Sides, ToolError
+from kvcore.states import KVPoll, Side
 
 SOURCE_PAGES = 256
 AHEAD = 16
 """Senders that prefill has open beyond twice those that decode has in flight, so that decode never waits for one to be opened."""
+FEWEST_AHEAD = 32
+"""Of those opened before what is measured; four times those in flight otherwise. More would repeat themselves while they wait."""
+
+From = Literal["open", "receive"]
+MESSAGES: dict[From, int] = {"open": 4, "receive": 2}
+"""One way, of those that a room cannot do without."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """``rooms`` are measured ``repeats`` times for each number of rooms ``in_flight``, after as many for warming up."""
+    """``rooms`` are measured ``repeats`` times for each number of rooms that wait, each of rooms ``in_flight`` and each beginning of the
+    clock, after as many for warming up."""
 
     rooms: int = 1000
     in_flight: tuple[int, ...] = (1, 64)
     page_bytes: int = 16 * 1024
     repeats: int = 3
+    measured_from: tuple[From, ...] = ("open", "receive")
+    waiting: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, slots=True)
 class Raw:
     """The engine alone, with as many transfers in flight: its fastest way, the best rate of each way when it was tried, and what part of
-    its rate kvcore has, which is the median over turns that followed each other."""
+    its rate kvcore has, which is the median over turns that followed each other. With one in flight also the median milliseconds of a
+    transfer, from posting it to its last byte in place."""
 
     way: str
     tried_per_s: dict[str, float]
@@ -47,34 +65,72 @@ class Raw:
     prefill_cpu_us_per_transfer: float
     decode_cpu_us_per_transfer: float
     kvcore_share: float
+    kvcore_share_each: tuple[float, ...]
+    transfer_ms: float | None
+    transfer_ms_each: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one number of rooms in flight: medians of the repeats; latencies of all rooms, as decode's caller sees them. ``raw``: None where
-    the backend offers no floor."""
+    """Of one number of rooms in flight, beside so many that wait: medians of the repeats; latencies of all rooms, as decode's caller sees
+    them, from opening the receiver or from ``receive``, and of each repeat their median; their percentiles from 0 to 100. ``raw``: None
+    where the backend offers no floor. ``latency_over_wire``: with one in flight, the latency over what the wire takes for it, which is the
+    engine's own transfer and control messages one way: four from opening the receiver, two from ``receive``."""
 
+    measured_from: From
+    waiting: int
     in_flight: int
     rooms_per_s: float
     rooms_per_s_each: tuple[float, ...]
     latency_ms_median: float
+    latency_ms_median_each: tuple[float, ...]
     latency_ms_p90: float
     latency_ms_p99: float
     latency_ms_max: float
+    latency_ms_percentiles: tuple[float, ...]
     prefill_cpu_us_per_room: float
+    prefill_cpu_us_per_room_each: tuple[float, ...]
     decode_cpu_us_per_room: float
+    decode_cpu_us_per_room_each: tuple[float, ...]
     rooms_verified: int
     raw: Raw | None
+    bare: Bare
+    latency_over_wire: float | None
+    latency_over_wire_each: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a result is of."""
+
+    measured_from: From
+    waiting: int
+    in_flight: int
+
+    def __str__(self) -> str:
+        waiting = f" beside {self.waiting} that wait" if self.waiting else ""
+        return f"{self.in_flight} in flight{waiting}, from {self.measured_from}"
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One repeat: ``rooms`` from number ``first`` on, ``in_flight`` at a time."""
+    """One repeat: ``rooms`` from number ``first`` on."""
 
-    in_flight: int
+    case: Case
     first: int
     rooms: int
     note: str
+
+    @property
+    def numbers(self) -> range:
+        """Of its rooms."""
+        return range(self.first, self.first + self.rooms)
+
+    @property
+    def groups(self) -> list[range]:
+        """What is measured in one go: all, or as many as are opened before."""
+        size = self.rooms if self.case.measured_from == "open" else max(FEWEST_AHEAD, 4 * self.case.in_flight)
+        return [self.numbers[start : start + size] for start in range(0, self.rooms, size)]
 
 
 def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
@@ -82,68 +138,104 @@ def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
     results = []
     with Sides("bench", work, (setup, parameters), setup.patience_s, watch, setup.debug) as sides:
         sides.tell("decode", sides.hear("prefill", Address))
-        ways = meet(sides, setup)
-        for in_flight, group in itertools.groupby(batches(parameters), lambda batch: batch.in_flight):
-            floor, repeats = Turns(sides, ways, parameters.rooms), []
-            for batch in group:
+        ways = meet(sides)
+        for case, planned in batches(parameters).items():
+            floor, repeats = Turns(sides, ways, parameters.rooms, parameters.rooms * parameters.page_bytes), []
+            for batch in planned:
                 watch("measuring", batch.note)
-                sides.tell_both(Go())
-                repeats.append(sides.hear_both(Measured))
+                repeats.append(total([_measured(sides) for _ in batch.groups]))
                 floor.take() if len(repeats) > 1 else floor.warm_up()
-            results.append(result(in_flight, parameters, repeats[1:], floor.figures))
+            results.append(result(case, parameters, repeats[1:], floor.bare, floor.figures))
         sides.close()
     return results
 
 
-def batches(parameters: Parameters) -> Iterator[Batch]:
-    """All repeats in order, with room numbers that are never used twice; the first of each number in flight warms up."""
-    first = 1
-    for in_flight in dict.fromkeys(parameters.in_flight):
-        for repeat in range(parameters.repeats + 1):
-            note = f"{in_flight} in flight, " + (f"repeat {repeat} of {parameters.repeats}" if repeat else "warming up")
-            yield Batch(in_flight, first, parameters.rooms, note)
-            first += parameters.rooms
+def _measured(sides: Sides[tuple[Setup, Parameters]]) -> dict[Side, Measured]:
+    """One group, once both sides are ready for it."""
+    sides.tell_both(Go())
+    sides.hear_both(Ready)
+    sides.tell_both(Go())
+    return sides.hear_both(Measured)
 
 
-def result(in_flight: int, parameters: Parameters, repeats: Sequence[dict[Side, Measured]], floor: Figures | None = None) -> Result:
+def total(groups: Sequence[dict[Side, Measured]]) -> dict[Side, Measured]:
+    """Of groups that were measured one after the other, by side."""
+    found = {}
+    for side in SIDES:
+        each = [group[side] for group in groups]
+        latencies = tuple(latency for one in each for latency in one.latencies_s)
+        found[side] = Measured(sum(one.seconds for one in each), sum(one.cpu_s for one in each), latencies)
+    return found
+
+
+def batches(parameters: Parameters) -> dict[Case, list[Batch]]:
+    """All repeats in order, with room numbers that are never used twice; the first of each case warms up. Fewer wait at first."""
+    first, found = 1, dict[Case, list[Batch]]()
+    for waiting in sorted(set(parameters.waiting)):
+        for in_flight in dict.fromkeys(parameters.in_flight):
+            for measured_from in dict.fromkeys(parameters.measured_from):
+                case = Case(measured_from, waiting, in_flight)
+                for repeat in range(parameters.repeats + 1):
+                    note = f"{case}, " + (f"repeat {repeat} of {parameters.repeats}" if repeat else "warming up")
+                    found.setdefault(case, []).append(Batch(case, first, parameters.rooms, note))
+                    first += parameters.rooms
+    return found
+
+
+def result(
+    case: Case, parameters: Parameters, repeats: Sequence[dict[Side, Measured]], machine: Bare, floor: Figures | None = None
+) -> Result:
     """What the repeats come to."""
     rooms = parameters.rooms
     rates = tuple(rooms / each["decode"].seconds for each in repeats)
     latencies = np.concatenate([each["decode"].latencies_s for each in repeats]) * 1e3
-    median, p90, p99, most = (float(value) for value in np.percentile(latencies, (50, 90, 99, 100)))
-    cpu = {side: statistics.median(each[side].cpu_s for each in repeats) / rooms * 1e6 for side in ("prefill", "decode")}
+    spread, medians = percentiles(latencies), tuple(1e3 * statistics.median(each["decode"].latencies_s) for each in repeats)
+    cpu = {side: tuple(each[side].cpu_s / rooms * 1e6 for each in repeats) for side in SIDES}
+    over_wire = over(medians, floor.alone_ms if floor is not None else (), MESSAGES[case.measured_from], machine)
     return Result(
-        in_flight=in_flight,
+        measured_from=case.measured_from,
+        waiting=case.waiting,
+        in_flight=case.in_flight,
         rooms_per_s=statistics.median(rates),
         rooms_per_s_each=rates,
-        latency_ms_median=median,
-        latency_ms_p90=p90,
-        latency_ms_p99=p99,
-        latency_ms_max=most,
-        prefill_cpu_us_per_room=cpu["prefill"],
-        decode_cpu_us_per_room=cpu["decode"],
+        latency_ms_median=spread[50],
+        latency_ms_median_each=medians,
+        latency_ms_p90=spread[90],
+        latency_ms_p99=spread[99],
+        latency_ms_max=spread[100],
+        latency_ms_percentiles=spread,
+        prefill_cpu_us_per_room=statistics.median(cpu["prefill"]),
+        prefill_cpu_us_per_room_each=cpu["prefill"],
+        decode_cpu_us_per_room=statistics.median(cpu["decode"]),
+        decode_cpu_us_per_room_each=cpu["decode"],
         rooms_verified=rooms * (len(repeats) + 1),
         raw=None if floor is None else _raw(floor, rates, rooms),
+        bare=machine,
+        latency_over_wire=statistics.median(over_wire) if over_wire else None,
+        latency_over_wire_each=over_wire,
     )
 
 
 def _raw(floor: Figures, rates: Sequence[float], rooms: int) -> Raw:
     cpu = {side: statistics.median(each) / rooms * 1e6 for side, each in floor.cpu_s.items()}
-    rate = statistics.median(floor.rates)
-    return Raw(floor.way, floor.tried, rate, floor.rates, cpu["prefill"], cpu["decode"], floor.share(rates))
+    rate, alone = statistics.median(floor.rates), statistics.median(floor.alone_ms) if floor.alone_ms else None
+    shares = (floor.share(rates), floor.shares(rates))
+    return Raw(floor.way, floor.tried, rate, floor.rates, cpu["prefill"], cpu["decode"], *shares, alone, floor.alone_ms)
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
     """The results for people."""
-    yield "in flight   rooms/s   latency ms: median     p90     p99     max   CPU us/room: prefill  decode"
+    yield "waiting   in flight      from   rooms/s   latency ms: median     p90     p99     max   CPU us/room: prefill  decode"
     for one in results:
         latency = f"{one.latency_ms_median:>18.2f} {one.latency_ms_p90:>7.2f} {one.latency_ms_p99:>7.2f} {one.latency_ms_max:>7.2f}"
         cpu = f"{one.prefill_cpu_us_per_room:>21.0f} {one.decode_cpu_us_per_room:>7.0f}"
-        yield f"{one.in_flight:>9} {one.rooms_per_s:>9.0f}   {latency} {cpu}"
+        yield f"{one.waiting:>7} {one.in_flight:>11} {one.measured_from:>9} {one.rooms_per_s:>9.0f}   {latency} {cpu}"
         if one.raw is not None:
             alone = f"  engine alone: {one.raw.way}, kvcore has {one.raw.kvcore_share:.1%} of it"
             cpu = f"{one.raw.prefill_cpu_us_per_transfer:>21.0f} {one.raw.decode_cpu_us_per_transfer:>7.0f}"
-            yield f"{'':>9} {one.raw.transfers_per_s:>9.0f}   {alone:<50} {cpu}"
+            yield f"{'':>29} {one.raw.transfers_per_s:>9.0f}   {alone:<50} {cpu}"
+        wire = f"; latency is {one.latency_over_wire:.2f} times what the wire takes" if one.latency_over_wire is not None else ""
+        yield f"{'':>39}   {one.bare}{wire}"
     yield f"every byte of {sum(one.rooms_verified for one in results)} rooms verified"
 
 
@@ -157,74 +249,92 @@ def _prefill(setup: Setup, parameters: Parameters, link: Link) -> None:
     buffer = Buffer(memory_kinds(setup.backend), SOURCE_PAGES, parameters.page_bytes)
     buffer.write(random_pages(SEED, SOURCE_PAGES, parameters.page_bytes))
     with manager("prefill", setup, buffer) as prefill:
-        link.tell(Address(prefill.address))
+        opener = Opener(prefill, "prefill", link)
+        waiting = Waiting(opener, setup)
 
-        async def send(number: int) -> None:
-            with prefill.sender(number) as sender:
-                sender.send([number % SOURCE_PAGES], last=True)
-                await sender
-                sender.raise_for_failure()
+        def begin(number: int) -> kvcore.Handle:
+            return opener.begin(number, number % SOURCE_PAGES)
 
-        with raw("prefill", setup, buffer, link) as floor:
-            for batch, go in _turns(parameters, link):
-                if go.way and floor:
-                    link.tell(floor.write(go.way, [floor.transfer(*pages) for pages in _pages(batch)], batch.in_flight))
+        with Beside("prefill", setup, buffer, link) as beside:
+            for batch, numbers, go in _turns(parameters, link):
+                if go.way:
+                    link.tell(beside.write(go.way, _pages(batch, numbers), batch.case.in_flight))
                     continue
-                clock = Clock()
-                asyncio.run(_lanes(2 * batch.in_flight + AHEAD, send, batch))
-                link.tell(clock.read())
+                waiting.grow(batch.case.waiting)
+                ahead = {number: begin(number) for number in numbers if batch.case.measured_from == "receive"}
+                clock = _go(link)
+                carry(prefill, setup, numbers, 2 * batch.case.in_flight + AHEAD, ahead.pop if ahead else begin)
+                measured = clock.read()
+                waiting.check()
+                link.tell(measured)
+        waiting.clear()
 
 
 def _decode(setup: Setup, parameters: Parameters, link: Link) -> None:
     expected = random_pages(SEED, SOURCE_PAGES, parameters.page_bytes)
     buffer = Buffer(memory_kinds(setup.backend), parameters.rooms, parameters.page_bytes)
     with manager("decode", setup, buffer) as decode:
-        address = link.hear(Address).text
-        latencies: list[float] = []
+        opener = Opener(decode, "decode", link)
+        waiting = Waiting(opener, setup)
+        ahead: dict[int, kvcore.Handle] = {}
 
-        async def receive(number: int) -> None:
-            began = time.perf_counter()
-            with decode.receiver(number, prefill=address) as receiver:
-                receiver.receive([number % parameters.rooms])
-                await receiver
-                latencies.append(time.perf_counter() - began)
-                receiver.raise_for_failure()
+        def begin(number: int) -> kvcore.Handle:
+            handle = ahead.pop(number, None) or opener.open(number)
+            hand_over(handle, number % parameters.rooms)
+            return handle
 
-        with raw("decode", setup, buffer, link) as floor:
-            for batch, go in _turns(parameters, link):
-                if go.way and floor:
-                    measured = floor.serve()
+        with Beside("decode", setup, buffer, link) as beside:
+            for batch, numbers, go in _turns(parameters, link):
+                sources, places = np.concatenate(list(_pages(batch, numbers)), axis=1)
+                if go.way:
+                    measured = beside.serve(go.way, expected, sources, places)
                 else:
-                    latencies.clear()
-                    clock = Clock()
-                    asyncio.run(_lanes(batch.in_flight, receive, batch))
-                    measured = clock.read(tuple(latencies))
-                sources, places = np.concatenate(list(_pages(batch)), axis=1)
+                    waiting.grow(batch.case.waiting)
+                    if batch.case.measured_from == "receive":
+                        ahead |= _paired(opener, numbers, setup)
+                    clock = _go(link)
+                    took = carry(decode, setup, numbers, batch.case.in_flight, begin)
+                    measured = clock.read(tuple(took))
+                    waiting.check()
                 verify(buffer.read()[places], expected[sources], setup)
                 buffer.clear()
                 link.tell(measured)
+        waiting.clear()
 
 
-def _turns(parameters: Parameters, link: Link) -> Iterator[tuple[Batch, Go]]:
-    """The driver's orders, each with its batch: a floor's turns are of the batch before."""
-    planned, begun = list(batches(parameters)), 0
+def _turns(parameters: Parameters, link: Link) -> Iterator[tuple[Batch, Sequence[int], Go]]:
+    """The driver's orders, each with its batch and the rooms of it that are meant: a floor's turns are of all of the batch before."""
+    groups = iter([(batch, numbers) for planned in batches(parameters).values() for batch in planned for numbers in batch.groups])
+    batch: Batch | None = None
     for go in orders(link):
-        begun += not go.way
-        yield planned[begun - 1], go
+        if go.way:
+            assert batch is not None
+            yield batch, batch.numbers, go
+        else:
+            batch, numbers = next(groups)
+            yield batch, numbers, go
 
 
-def _pages(batch: Batch) -> Iterator[tuple[Indices, Indices]]:
+def _go(link: Link) -> Clock:
+    """A clock that starts as the driver says that both sides are ready."""
+    link.tell(Ready())
+    link.hear(Go)
+    return Clock()
+
+
+def _paired(opener: Opener, numbers: Iterable[int], setup: Setup) -> dict[int, kvcore.Handle]:
+    """Receivers whose senders have answered, so that all that is left is to say where the pages go."""
+    handles = {number: opener.open(number) for number in numbers}
+    deadline = time.monotonic() + setup.patience_s
+    for handle in handles.values():
+        while handle.poll() is KVPoll.BOOTSTRAPPING and time.monotonic() < deadline:
+            threading.Event().wait(STEP_S)
+        if handle.poll() is not KVPoll.WAITING_FOR_INPUT:
+            raise ToolError(f"room {handle.room} is {handle.poll().name} ({handle.failure}) where it was to meet its sender; try again")
+    return handles
+
+
+def _pages(batch: Batch, numbers: Iterable[int]) -> Iterator[tuple[Indices, Indices]]:
     """Which page of prefill goes to which of decode, room by room."""
-    for number in range(batch.first, batch.first + batch.rooms):
+    for number in numbers:
         yield np.array([number % SOURCE_PAGES]), np.array([number % batch.rooms])
-
-
-async def _lanes(count: int, carry: Callable[[int], Awaitable[None]], batch: Batch) -> None:
-    """Carry all rooms of a batch, ``count`` at a time, each when one before it has ended."""
-    numbers = iter(range(batch.first, batch.first + batch.rooms))
-
-    async def lane() -> None:
-        for number in numbers:
-            await carry(number)
-
-    await asyncio.gather(*(lane() for _ in range(count)))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 import kvcore
 from kvcore.buffers import Buffer, Bytes
@@ -16,6 +18,8 @@ from kvcore.states import Side
 
 MIB, GIB = 1 << 20, 1 << 30
 SEED = 1
+WAIT_S = 86_400.0
+LIVENESS_S = kvcore.Limits().liveness_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +72,23 @@ class Clock:
         return Measured(time.perf_counter() - self._began, time.process_time() - self._cpu, latencies_s)
 
 
-def manager(side: Side, setup: Setup, buffer: Buffer) -> kvcore.KVManager:
-    """A manager with one pool, ``kv``, of one region; its rooms may take as long as the driver has patience, and half of it to meet."""
+def manager(side: Side, setup: Setup, buffer: Buffer, liveness_s: float = LIVENESS_S) -> kvcore.KVManager:
+    """A manager with one pool, ``kv``, of one region; its rooms may wait as long as a measurement lasts, move for as long as the driver has
+    patience, and take half of that to meet.
+
+    What is there once it has started is left out of garbage collections from then on, as engines do once a model is loaded: a full one
+    would go through the objects of all libraries, with every thread of the process standing still for 50 ms and more.
+    """
     patience_s = setup.patience_s
     limits = kvcore.Limits(
-        bootstrap_s=patience_s / 2, input_s=patience_s, transfer_s=patience_s, ticket_s=patience_s, quarantine_s=None, drain_s=1.0
-    )
+        bootstrap_s=patience_s / 2, input_s=WAIT_S, transfer_s=patience_s, ticket_s=patience_s, quarantine_s=None, drain_s=1.0,
+        liveness_s=liveness_s,
+    )  # fmt: skip
     config = kvcore.Config(role=side, backend=setup.backend, backend_options=setup.options, host=setup.host, limits=limits)
-    return kvcore.KVManager(config, [pool(buffer)])
+    started = kvcore.KVManager(config, [pool(buffer)])
+    gc.collect()
+    gc.freeze()
+    return started
 
 
 def pool(buffer: Buffer) -> kvcore.Pool:
@@ -98,6 +111,11 @@ def finish(handle: kvcore.Handle, setup: Setup) -> None:
         raise ToolError(
             f"room {handle.room} is still {handle.poll().name} after {setup.patience_s:g} s; try: kvcore doctor {setup.backend}"
         )
+
+
+def percentiles(values: Sequence[float] | npt.NDArray[np.float64]) -> tuple[float, ...]:
+    """From 0 to 100, in steps of one."""
+    return tuple(float(value) for value in np.percentile(values, range(101)))
 
 
 def verify(found: Bytes, expected: Bytes, setup: Setup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import select
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -17,12 +18,13 @@ from kvcore.memory import Region
 
 MOST_VIEWS = 1024
 """Of one system call."""
+LOOK_MS = 10
+"""How often a connection on which nothing comes looks whether the turn is over."""
 ANSWER = b"\1"
 
 
 class SocketFloor:
-    """Prefill sends, for each transfer, a number of rows, the rows (offset and length in decode's one region), and the bytes. No rows end
-    a turn."""
+    """Prefill sends, for each transfer, a number of rows, the rows (offset and length in decode's one region), and the bytes."""
 
     ways = ("sendmsg",)
 
@@ -49,12 +51,11 @@ class SocketFloor:
             rows = np.stack((transfer.remote_offset, transfer.length), axis=1)
             _carry(self._sock.sendmsg, [_number(len(rows)), rows.data.cast("B"), *self._views(transfer.local_offset, transfer.length)])
             outstanding += 1
-        _carry(self._sock.sendmsg, [_number(0)])
         while outstanding:
             outstanding -= len(self._sock.recv(outstanding))
 
     def serve(self, stop: threading.Event) -> None:
-        """Receive until the turn ends."""
+        """Receive until ``stop``."""
         if self._sock is None:
             assert self._listener is not None
             self._sock = self._listener.accept()[0]
@@ -64,10 +65,12 @@ class SocketFloor:
         def receive(views: Sequence[memoryview]) -> int:
             return sock.recvmsg_into(views)[0]
 
-        while True:
+        poller = select.poll()
+        poller.register(sock, select.POLLIN)
+        while not stop.is_set():
+            if not poller.poll(LOOK_MS):
+                continue
             _carry(receive, [number.data.cast("B")])
-            if not number[0]:
-                return
             rows = np.empty((int(number[0]), 2), np.uint64)
             _carry(receive, [rows.data.cast("B")])
             _carry(receive, self._views(rows[:, 0], rows[:, 1]))

@@ -10,7 +10,7 @@ from kvcore_floors.mooncake import MooncakeFloor
 from tests.commands import kvcore
 
 BANDWIDTH = ("bandwidth", "--page-bytes", "4096", "--room-bytes", "100000", "--repeats", "1")
-ROOMS = ("rooms", "--page-bytes", "4096", "--rooms", "20", "--in-flight", "8", "--repeats", "1")
+ROOMS = ("rooms", "--page-bytes", "4096", "--rooms", "20", "--in-flight", "8", "--from", "open", "--repeats", "1")
 
 
 @pytest.mark.parametrize(("arguments", "unit"), [(BANDWIDTH, "gb_per_s"), (ROOMS, "per_s")], ids=["bandwidth", "rooms"])

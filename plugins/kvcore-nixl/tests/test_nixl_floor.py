@@ -18,7 +18,7 @@ from kvcore.planner import Layout
 from tests.commands import kvcore as command
 
 BANDWIDTH = ("bandwidth", "--page-bytes", "4096", "--room-bytes", "100000", "--repeats", "1")
-ROOMS = ("rooms", "--page-bytes", "4096", "--rooms", "20", "--in-flight", "8", "--repeats", "1")
+ROOMS = ("rooms", "--page-bytes", "4096", "--rooms", "20", "--in-flight", "8", "--from", "open", "--repeats", "1")
 
 
 @pytest.mark.parametrize(("arguments", "unit", "over"), [(BANDWIDTH, "gb_per_s", "tcp"), (ROOMS, "per_s", "")], ids=["bandwidth", "rooms"])

@@ -1,0 +1,131 @@
+"""What the machine takes with neither kvcore nor an engine: a small message there and back over ZeroMQ, and a copy of the same pages.
+
+A control message of kvcore's cannot be quicker than half the way there and back, nor an engine that copies within one host than one thread
+that does nothing else.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import zmq
+
+from kvcore import interfaces
+from kvcore.addresses import Address
+from kvcore.bench.setup import Clock, Measured, Setup
+from kvcore.buffers import Buffer, Bytes
+from kvcore.memory import Indices
+from kvcore.sides import ToolError
+
+FRAME_BYTES = 200
+"""About what a message about a room is long."""
+TRIPS = 300
+LOOK_MS = 10
+"""How often a socket on which nothing comes looks whether the turn is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bare:
+    """What the machine takes in the same two processes: 200 bytes there and back over ZeroMQ (a DEALER and a ROUTER, each on one thread
+    that does nothing else), and one thread's copy of the same pages to the same places, where they are in CPU memory. Medians of the
+    turns, of which each has the median of 300 round trips. A GB is 10**9 bytes."""
+
+    round_trip_ms: float
+    round_trip_ms_each: tuple[float, ...]
+    copy_gb_per_s: float | None
+    copy_gb_per_s_each: tuple[float, ...]
+
+    def __str__(self) -> str:
+        copying = f", a copy of the pages {self.copy_gb_per_s:.2f} GB/s" if self.copy_gb_per_s is not None else ""
+        return f"  bare machine: a round trip {1e3 * self.round_trip_ms:.0f} us{copying}"
+
+
+def bare(round_trips_s: Sequence[float], copies_s: Sequence[float], nbytes: int) -> Bare:
+    """From the seconds of the turns, and the bytes that each copy moved."""
+    trips, rates = tuple(1e3 * each for each in round_trips_s), tuple(nbytes / each / 1e9 for each in copies_s)
+    return Bare(statistics.median(trips), trips, statistics.median(rates) if rates else None, rates)
+
+
+def over(times_ms: Sequence[float], raw_ms: Sequence[float], one_way: int, machine: Bare) -> tuple[float, ...]:
+    """How often what the wire takes goes into what kvcore took, repeat by repeat: the engine's own transfer and so many control messages
+    one way, as they were measured in the turns that followed. Empty if the engine was not measured."""
+    if not raw_ms:
+        return ()
+    turns = zip(times_ms, raw_ms, machine.round_trip_ms_each, strict=True)
+    return tuple(mine / (raw + one_way * trip / 2) for mine, raw, trip in turns)
+
+
+class Echo:
+    """Decode's end: sends back whatever comes."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._socket = _socket(zmq.ROUTER, LOOK_MS)
+        host = interfaces.placed(setup.host, "")["host"]
+        self._socket.bind(Address(host, 0).zmq.removesuffix(":0") + ":*")
+        endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        self.address = str(Address(host, int(endpoint.rstrip(b"\0").rpartition(b":")[2])))
+
+    def serve(self, stop: threading.Event) -> None:
+        """Until ``stop``."""
+        while not stop.is_set():
+            try:
+                self._socket.send_multipart(self._socket.recv_multipart())
+            except zmq.Again:
+                continue
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+
+class Caller:
+    """Prefill's end: waits for each answer before it sends again."""
+
+    def __init__(self, address: str, setup: Setup) -> None:
+        self._socket, self._address = _socket(zmq.DEALER, round(setup.patience_s * 1e3)), address
+        self._socket.connect(f"tcp://{address}")
+
+    def measure(self) -> Measured:
+        """A turn. Its ``latencies_s`` are the round trips. Raises ``ToolError`` if decode's end does not answer."""
+        clock, took, frame = Clock(), [], bytes(FRAME_BYTES)
+        for _ in range(TRIPS):
+            began = time.perf_counter()
+            self._socket.send(frame)
+            try:
+                self._socket.recv()
+            except zmq.Again as error:
+                raise ToolError(f"decode's process does not answer at {self._address}; try another --host") from error
+            took.append(time.perf_counter() - began)
+        return clock.read(tuple(took))
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+
+def copy(pages: Bytes, sources: Indices, into: Buffer, places: Indices) -> Measured:
+    """Copy page ``sources[n]`` of ``pages`` to ``places[n]`` of ``into``, each another. What is measured is a copy page by page in the
+    order of where they go, into the buffer itself if that is all of it. Of interest only where its pages are in CPU memory."""
+    order = np.argsort(places)
+    whole = isinstance(into.tensor, np.ndarray) and len(places) == len(into.tensor)
+    target = into.tensor if whole else np.zeros((len(places), pages.shape[1]), np.uint8)
+    clock = Clock()
+    np.take(pages, sources[order], axis=0, out=target, mode="clip")  # otherwise it would go through a buffer
+    measured = clock.read()
+    if not whole:
+        into.put(places[order], target)
+    return measured
+
+
+def _socket(kind: int, patience_ms: int) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.RCVTIMEO, patience_ms)
+    return socket

@@ -1,0 +1,176 @@
+"""What can be measured: where each measurement lives, what tells its results apart, and in words what it is and how it is read."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """``module`` has ``Parameters`` and ``Result``; ``names``: the fields of a result that say what it is of."""
+
+    module: str
+    names: tuple[str, ...]
+    what: str
+    reading: tuple[str, ...]
+
+    @property
+    def parameters(self) -> type[Any]:
+        """Its parameters, a dataclass."""
+        return self._type("Parameters")
+
+    @property
+    def result(self) -> type[Any]:
+        """One of its results, a dataclass."""
+        return self._type("Result")
+
+    def name(self, result: Mapping[str, Any]) -> str:
+        """What a result is of, for people."""
+        return ", ".join(_said(name, result[name]) for name in self.names if name in result and (name, result[name]) != ("waiting", 0))
+
+    def _type(self, name: str) -> type[Any]:
+        found: type[Any] = getattr(importlib.import_module(f"kvcore.bench.{self.module}"), name)
+        assert is_dataclass(found) and fields(found)
+        return found
+
+
+BESIDE = (
+    '"Engine alone" (raw) is the engine of the backend used directly, in the same two processes, with the same bytes by the same '
+    "descriptors, by the fastest of its own ways; its turns and kvcore's alternate. It pairs nobody, opens no room and could not tell when "
+    "one is over.",
+    '"Bare machine" (bare) is a message of 200 bytes there and back over ZeroMQ between the same two processes, and one thread\'s copy of '
+    "the same pages.",
+)
+SPREAD = "A figure is the median of the repeats; the least and the most of them stand beside it, and as a thin line in the plots."
+
+MEASUREMENTS = {
+    "bench rooms": Measurement(
+        "rooms",
+        ("measured_from", "waiting", "in_flight"),
+        "How many rooms a second a prefill and a decode process carry, how long one takes, and what it costs. A room has one page, so "
+        "what counts is all that kvcore does for a room beside the copy: it is opened on both sides, published, announced, moved, "
+        "acknowledged and cleared. Every byte is compared with what was sent, outside the measured time.",
+        (
+            "Latency is what the caller on decode sees until SUCCESS. With many rooms in flight most of it is the queue in front of the "
+            "cores.",
+            "CPU time is that of the whole process, all its threads.",
+            *BESIDE,
+            "With one room in flight, latency over the wire (latency_over_wire) is the latency over the engine's own transfer and the "
+            "control messages it cannot do without, each half a round trip of the bare machine: 1 would be as fast as the wire.",
+            SPREAD,
+        ),
+    ),
+    "bench bandwidth": Measurement(
+        "bandwidth",
+        ("page_bytes", "order"),
+        "How many bytes a second one room at a time moves from a prefill to a decode process, and what they cost, by the size of a page. "
+        "Every byte is compared with what was sent, outside the measured time.",
+        ("A GB is 10^9 bytes, a GiB 2^30. CPU time is that of the whole process, all its threads.", *BESIDE, SPREAD),
+    ),
+    "bench abort": Measurement(
+        "abort",
+        ("aborted_by", "rooms"),
+        "How long it takes, while many rooms are live, until the other side of a room knows that it was aborted: from the call of abort "
+        "on one side until a thread of the other side that waits for the room has seen FAILED.",
+        ("The distribution is of all rooms of all repeats.", SPREAD),
+    ),
+    "bench kill": Measurement(
+        "kill",
+        ("struck", "signal", "stage"),
+        "How long it takes until the rooms of one side have failed with a reason after the other side's process was killed (SIGKILL) or "
+        "fell silent (SIGSTOP): until a thread that waits for the room has seen FAILED. A third of the rooms are open on both sides, a "
+        "third are also published, and of a third a first chunk has been moved.",
+        (
+            "That a process is gone is seen on the same host before the liveness limit; across hosts there is only its silence, for which "
+            "a process stands here that is stopped.",
+            SPREAD,
+        ),
+    ),
+    "bench idle": Measurement(
+        "idle",
+        ("rooms",),
+        "What a paired prefill and decode process cost while nothing moves, without rooms and with many that wait, published on decode "
+        "with nothing handed over on prefill: the CPU time of each as a share of one core, the engine's threads included; the time of one "
+        "poll_all of all rooms; and the memory that each room takes.",
+        (
+            "100 % would be one core that is always busy.",
+            "Memory is what is resident and no other's, over what was before the rooms were opened, by room. The flight record is full "
+            "before that: it is bounded, and no room's.",
+            SPREAD,
+        ),
+    ),
+    "bench trace": Measurement(
+        "trace",
+        ("requests",),
+        "How a trace of requests goes from a prefill to a decode process when each comes at its time: how long it queues for pages, how "
+        "long its transfer takes, how many end within a limit, and what was not sent since decode still had it. Every page, sent or "
+        "skipped, is compared with what it ought to be, on a thread beside the measured loops.",
+        (
+            "Queueing is from a request's arrival until both sides have pages for it; transfer from when prefill has also written them "
+            "until decode's loop sees SUCCESS; total is all of it.",
+            "A request is good if its total is within the limit.",
+            "CPU time is that of the whole process, all its threads, without writing and comparing pages.",
+            *BESIDE,
+            "The engine alone moves the pages of one request after the other, while requests of a trace come at their own times, some "
+            "of them together.",
+            SPREAD,
+        ),
+    ),
+    "bench plan": Measurement(
+        "plan",
+        ("case",),
+        "How long the planner takes from page indices to the engine's descriptors, in one process, without a backend or memory.",
+        ("Each case has a target, which its median must not pass.", SPREAD),
+    ),
+}
+
+
+WORDS = {
+    "rooms": "rooms",
+    "in_flight": "rooms in flight",
+    "page_bytes": "bytes of a page",
+    "room_bytes": "bytes of a room",
+    "order": "how pages lie",
+    "repeats": "repeats",
+    "measured_from": "the clock starts at",
+    "waiting": "rooms that wait meanwhile",
+    "liveness_s": "liveness limit, in seconds",
+    "gap_s": "seconds from abort to abort",
+    "window_s": "seconds looked at",
+    "requests": "requests at most",
+    "speed": "times as fast as in the trace",
+    "page_tokens": "tokens of a page",
+    "memory_bytes": "bytes of either side's memory",
+    "token_ms": "milliseconds that decode holds pages for each token of output",
+    "limit_ms": "milliseconds that a good request may take",
+    "step_ms": "milliseconds from look to look at the rooms",
+    "options": "options of the backend",
+    "host": "address that both processes use",
+}
+"""Parameters, for people; others by their names."""
+
+NAMES = {
+    "in_flight": "{} in flight",
+    "waiting": "{} waiting",
+    "measured_from": "from {}",
+    "page_bytes": "pages of {} bytes",
+    "aborted_by": "aborted by {}",
+    "rooms": "{} rooms",
+    "requests": "{} requests",
+    "pages": "{} pages",
+    "regions": "{} regions",
+    "cut": "batches of {}",
+    "ranks": "{} ranks",
+}
+"""What a result is of, for people."""
+
+
+def _said(name: str, value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(_said(*each) for each in value.items() if each[1] is not None and each[0] != "target_ms")
+    if isinstance(value, bool):
+        return name if value else f"not {name}"
+    return NAMES.get(name, "{}").format(value)

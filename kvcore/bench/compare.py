@@ -1,0 +1,143 @@
+"""``bench compare``: two reports of the same measurement, figure by figure, as ratios with their spread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from kvcore.bench.catalog import MEASUREMENTS
+from kvcore.bench.report import SCHEMA, Figure, Report, figures, read
+from kvcore.sides import ToolError
+
+Verdict = Literal["better", "worse", "alike", "unknown"]
+"""Of B beside A: alike if 1 lies within the spread of their ratio; unknown without repeats."""
+DRAWS = 2000
+"""Of repeats, with replacement, for the spread of a ratio."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What is not the same in both: a parameter, a version, a fact of the machine, a word in a result."""
+
+    what: str
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """B over A, and the interval ``low`` to ``high`` that has 95 % of the ratios of their medians when repeats of either are drawn again
+    and again, with replacement; None with fewer than two repeats. The ratio is None where A's figure is 0."""
+
+    figure: str
+    a: float
+    b: float
+    ratio: float | None
+    low: float | None
+    high: float | None
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One result, by what it is of."""
+
+    name: str
+    ratios: tuple[Ratio, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """``compared``: the command that wrote both; ``missing``: names of results that one of them only has."""
+
+    schema: Literal[1]
+    command: Literal["bench compare"]
+    compared: str
+    a: str
+    b: str
+    differences: tuple[Difference, ...]
+    missing: tuple[str, ...]
+    results: tuple[Case, ...]
+
+
+def compare(a: Path, b: Path) -> Comparison:
+    """Raises ``ToolError`` if one of them is no report, or if they are not of the same thing."""
+    one, two = read(a), read(b)
+    if one.command != two.command:
+        raise ToolError(f"{a} is of {one.command} and {b} of {two.command}; give two files of the same command")
+    first, second = _by_name(one), _by_name(two)
+    both = [name for name in first if name in second]
+    if not both:
+        raise ToolError(f"{a} has {'; '.join(first)} and {b} has {'; '.join(second)}; give two files with a case that both have")
+    found = [*_differences(one, two)]
+    for name in both:
+        found += _unlike(f"{name}: ", first[name], second[name])
+    names = {*MEASUREMENTS[one.command].names, *one.parameters}
+    cases = tuple(Case(name, tuple(_ratios(names, first[name], second[name]))) for name in both)
+    missing = tuple(f"{name} (only in {where})" for where, names in (("A", first), ("B", second)) for name in names if name not in both)
+    return Comparison(SCHEMA, "bench compare", one.command, str(a), str(b), tuple(found), missing, cases)
+
+
+def ratio(a: Figure, b: Figure) -> Ratio:
+    """Of one figure."""
+    plain = b.value / a.value if a.value else None
+    if min(len(a.each), len(b.each)) < 2 or not all(a.each):
+        return Ratio(a.name, a.value, b.value, plain, None, None, "unknown")
+    random = np.random.default_rng(0)
+    below, above = (np.median(random.choice(each, (DRAWS, len(each))), axis=1) for each in (a.each, b.each))
+    low, high = (float(limit) for limit in np.percentile(above / below, (2.5, 97.5)))
+    verdict: Verdict = "alike" if low <= 1 <= high else "better" if (low > 1) == a.higher else "worse"
+    return Ratio(a.name, a.value, b.value, plain, low, high, verdict)
+
+
+def table(comparison: Comparison) -> Iterator[str]:
+    """The comparison for people."""
+    yield f"{comparison.compared}: B / A of the medians, and the spread that their repeats leave it (95 %)"
+    yield f"A: {comparison.a}"
+    yield f"B: {comparison.b}"
+    yield from (f"differs: {each.what}: {each.a} in A, {each.b} in B" for each in comparison.differences)
+    yield from (f"left out: {name}" for name in comparison.missing)
+    for case in comparison.results:
+        width = max(len(each.figure) for each in case.ratios)
+        yield f"\n{case.name}\n{'':<{width}} {'A':>12} {'B':>12} {'B / A':>8}"
+        for each in case.ratios:
+            spread = f"({each.low:.3f} to {each.high:.3f})" if each.low is not None else ""
+            quotient = f"{each.ratio:.3f}" if each.ratio is not None else "-"
+            said = each.verdict if each.verdict != "unknown" else ""
+            yield f"{each.figure:<{width}} {each.a:>12.6g} {each.b:>12.6g} {quotient:>8}   {spread:<20} {said}".rstrip()
+
+
+def _by_name(report: Report) -> dict[str, dict[str, Any]]:
+    return {MEASUREMENTS[report.command].name(result): result for result in report.results}
+
+
+def _ratios(names: Iterable[str], a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Ratio]:
+    theirs = {each.name: each for each in figures(b, names)}
+    return (ratio(each, theirs[each.name]) for each in figures(a, names) if each.name in theirs)
+
+
+def _differences(a: Report, b: Report) -> Iterator[Difference]:
+    if a.backend != b.backend:
+        yield Difference("backend", a.backend, b.backend)
+    for what, mine, yours in (
+        ("versions", a.versions, b.versions),
+        ("machine", asdict(a.machine), asdict(b.machine)),
+        ("parameters", a.parameters, b.parameters),
+    ):
+        for name in dict.fromkeys((*mine, *yours)):
+            if mine.get(name) != yours.get(name):
+                yield Difference(f"{what}.{name}", mine.get(name), yours.get(name))
+
+
+def _unlike(prefix: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
+    """Words, and whole numbers, which count something."""
+    for name, mine in a.items():
+        yours = b.get(name)
+        if isinstance(mine, Mapping) and isinstance(yours, Mapping):
+            yield from _unlike(f"{prefix}{name}.", mine, yours)
+        elif isinstance(mine, str | int) and f"{name}_each" not in a and mine != yours:
+            yield Difference(prefix + name, mine, yours)

@@ -1,0 +1,103 @@
+"""What the commands of measurements have in common: options beside their own, and what becomes of their results."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcore.cli_options import Backend, Host, JsonFile, Options, Timeout, folder_exists, write, write_json
+from kvcore.installed import find_backend
+from kvcore.progress import progress
+from kvcore.sides import ToolError
+
+if TYPE_CHECKING:
+    from kvcore.bench.setup import Setup
+
+
+def _html_file(path: Path | None) -> Path | None:
+    """Told before anything is measured."""
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ToolError("--html draws with matplotlib, which is not installed; run: pip install kvcore[html]")
+    return folder_exists(path)
+
+
+HtmlFile = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", dir_okay=False, callback=_html_file, help="Write one page with plots there, for people."),
+]
+
+
+def measurement(command: Callable[..., object]) -> Callable[..., None]:
+    """A command of two processes, from a function that has the measurement's own options and returns its parameters: the module of the
+    function's name measures. Of the options that all have, those that the function names too are given to it."""
+    own, whole = (inspect.signature(function, eval_str=True).parameters for function in (command, _measure))
+    common = {name: option for name, option in whole.items() if option.kind is option.KEYWORD_ONLY}
+
+    def run(**given: Any) -> None:
+        parameters = command(**{name: given[name] for name in own})
+        _measure(command.__name__, parameters, **{name: given[name] for name in common})
+
+    first = {name: common[name] for name in ("context", "backend")}
+    options = {**first, **own, **common}.values()
+    run.__signature__ = inspect.Signature([option.replace(kind=option.KEYWORD_ONLY) for option in options])  # type: ignore[attr-defined]
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
+
+
+def _measure(
+    name: str,
+    parameters: object,
+    *,
+    context: typer.Context,
+    backend: Backend = "local",
+    options: Options = None,
+    host: Host = "127.0.0.1",
+    timeout: Timeout = 120.0,
+    json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+) -> None:
+    find_backend(backend)  # a misspelt name should not wait for two processes
+    from kvcore.bench.setup import Setup
+
+    module, setup = importlib.import_module(f"kvcore.bench.{name}"), Setup(backend, options or {}, host, timeout, bool(context.obj))
+    with progress() as watch:
+        results = module.measure(setup, parameters, watch)
+    lack = _lack(backend) if hasattr(results[0], "raw") else []
+    tell(name, setup, parameters, results, [*module.table(results), *lack], json_file, html_file)
+
+
+def tell(
+    name: str,
+    setup: Setup | None,
+    parameters: Any,
+    results: Sequence[Any],
+    table: Sequence[str],
+    json_file: Path | None,
+    html_file: Path | None,
+) -> None:
+    """The results of ``kvcore bench <name>``, as they were asked for."""
+    from kvcore.bench.report import report
+
+    found = report(f"bench {name}", setup, parameters, results)
+    if html_file is not None:
+        from kvcore.bench.page import page
+
+        write(html_file, page(found, table), "--html")
+    if not write_json(json_file, asdict(found)):
+        typer.echo("\n".join(table))
+
+
+def _lack(backend: str) -> list[str]:
+    """For the end of a table: why nothing stands beside its figures."""
+    from kvcore.bench.floor import offered
+
+    if offered(backend) is not None:
+        return []
+    return [f"no engine alone beside it: no floor of {backend} is installed (kvcore-floors has those of nixl and mooncake)"]

@@ -1,0 +1,248 @@
+"""``bench trace``: a trace of requests, played in time. How long each queues for pages and how long its transfer takes, what was not sent
+since decode had it already, and what that costs; beside it, the same transfers by the engine alone, one after the other."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvcore.bench.bare import Bare
+from kvcore.bench.floor import Figures, Turns, Ways, meet
+from kvcore.bench.replay import work
+from kvcore.bench.scheduler import Begin, Parameters, Played, Seconds, Settings
+from kvcore.bench.setup import MIB, Address, Go, Ready, Setup, percentiles
+from kvcore.bench.trace_file import Request, read
+from kvcore.bench.trace_floor import Moved
+from kvcore.errors import ConfigError
+from kvcore.memory import Indices
+from kvcore.progress import Watch
+from kvcore.sides import SIDES, Sides
+from kvcore.states import Side
+
+__all__ = ["Parameters", "Raw", "Result", "measure", "play", "table"]
+
+BEGIN_S = 0.1
+"""From the driver's word to the beginning, so that both sides are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """The engine alone, which moves what was moved for warming up, one request's pages after the other: its fastest way, the best rate of
+    each when it was tried; of the transfers their mean and median, in milliseconds; and how many times the mean kvcore's transfers take,
+    those of requests of which no page was missing left out."""
+
+    way: str
+    tried_per_s: dict[str, float]
+    transfer_ms_mean: float
+    transfer_ms_mean_each: tuple[float, ...]
+    transfer_ms_median: float | None
+    transfer_ms_median_each: tuple[float, ...]
+    prefill_cpu_ms_per_transfer: float
+    decode_cpu_ms_per_transfer: float
+    kvcore_times: float
+    kvcore_times_each: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Of all requests of all repeats; what is ``…_each`` is of each repeat, and what is beside it their median.
+
+    ``queueing_ms``: from a request's arrival until both sides have pages for it. ``transfer_ms``: from then, and from when prefill has
+    written them, until decode's scheduler sees SUCCESS. ``total_ms``: from arrival to then, so with what prefill takes to write.
+    Percentiles are from 0 to 100. ``good_…``: requests whose total is within the limit. ``skipped_share``: of all pages those that decode
+    had. CPU times are without writing and comparing; pages in use and in quarantine are the most at any time. ``raw``: None where the
+    backend offers no floor."""
+
+    requests: int
+    seconds: float
+    seconds_each: tuple[float, ...]
+    queueing_ms_median: float
+    queueing_ms_median_each: tuple[float, ...]
+    queueing_ms_p90: float
+    queueing_ms_p99: float
+    queueing_ms_max: float
+    queueing_ms_percentiles: tuple[float, ...]
+    transfer_ms_median: float
+    transfer_ms_median_each: tuple[float, ...]
+    transfer_ms_p90: float
+    transfer_ms_p99: float
+    transfer_ms_max: float
+    transfer_ms_percentiles: tuple[float, ...]
+    transfer_ms_mean: float
+    transfer_ms_mean_each: tuple[float, ...]
+    total_ms_median: float
+    total_ms_median_each: tuple[float, ...]
+    total_ms_p90: float
+    total_ms_p99: float
+    total_ms_max: float
+    total_ms_percentiles: tuple[float, ...]
+    good_share: float
+    good_share_each: tuple[float, ...]
+    good_per_s: float
+    good_per_s_each: tuple[float, ...]
+    skipped_share: float
+    skipped_share_each: tuple[float, ...]
+    bytes_sent: int
+    bytes_skipped: int
+    bytes_verified: int
+    prefill_pages_most: int
+    decode_pages_most: int
+    quarantined_pages_most: int
+    prefill_cpu_ms_per_request: float
+    prefill_cpu_ms_per_request_each: tuple[float, ...]
+    decode_cpu_ms_per_request: float
+    decode_cpu_ms_per_request_each: tuple[float, ...]
+    raw: Raw | None
+    bare: Bare
+
+
+def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
+    """Play the trace. Raises ``ConfigError`` for one that cannot be played, and ``ToolError`` if a room fails or a page, sent or skipped,
+    has wrong bytes."""
+    requests = read(Path(parameters.trace), parameters.requests)
+    repeats, floor = play(setup, parameters, requests, watch)
+    return [result(parameters, requests, repeats, floor.bare, floor.figures)]
+
+
+def play(setup: Setup, parameters: Parameters, requests: Sequence[Request], watch: Watch) -> tuple[list[dict[Side, Played]], Turns]:
+    """What both sides noted in each repeat, and the floors."""
+    _fit(parameters, requests)
+    repeats: list[dict[Side, Played]] = []
+    with Sides("bench", work, (setup, parameters, requests), setup.patience_s, watch, setup.debug) as sides:
+        sides.tell("decode", sides.hear("prefill", Address))
+        ways = meet(sides)
+        watch("measuring", "warming up")
+        floor = _floor(sides, ways, parameters, _played(sides)["decode"].moved)
+        floor.warm_up()
+        for repeat in range(parameters.repeats):
+            watch("measuring", f"repeat {repeat + 1} of {parameters.repeats}")
+            repeats.append(_played(sides))
+            floor.take()
+        sides.close()
+    return repeats, floor
+
+
+def _played(sides: Sides[Settings]) -> dict[Side, Played]:
+    """One repeat."""
+    sides.tell_both(Go())
+    sides.hear_both(Ready)
+    sides.tell_both(Begin(time.monotonic() + BEGIN_S))
+    played = sides.hear_both(Played)
+    sides.tell("prefill", Moved(played["decode"].moved))
+    sides.tell("decode", Moved(played["prefill"].moved))
+    return played
+
+
+def _floor(sides: Sides[Settings], ways: Ways, parameters: Parameters, moved: Sequence[Indices]) -> Turns:
+    """Turns that move what moved for warming up; a copy of it has each page once."""
+    transfers, places = sum(bool(pages.size) for pages in moved), len(np.unique(np.concatenate(moved)))
+    return Turns(sides, ways, transfers, places * parameters.page_bytes)
+
+
+def _fit(parameters: Parameters, requests: Sequence[Request]) -> None:
+    for number, request in enumerate(requests, 1):
+        pages = sum(request.pages(parameters.page_tokens))
+        if pages > parameters.pages:
+            raise ConfigError(
+                f"request {number} of trace {parameters.trace} takes {pages} pages, and a side's memory has {parameters.pages}; "
+                f"give --memory {pages * parameters.page_bytes} or more, or smaller pages"
+            )
+
+
+def result(
+    parameters: Parameters, requests: Sequence[Request], repeats: Sequence[dict[Side, Played]], machine: Bare, floor: Figures | None = None
+) -> Result:
+    """What the repeats come to."""
+    arrived = np.array([request.arrival_s for request in requests]) / parameters.speed
+    prefill, decode = ([played[side] for played in repeats] for side in SIDES)
+    both = [*zip(prefill, decode, strict=True)]
+    queueing = [np.maximum(there.placed_s, here.placed_s) - arrived for here, there in both]
+    transfer = [there.complete_s - np.maximum(there.placed_s, here.complete_s) for here, there in both]
+    total = [there.complete_s - arrived for there in decode]
+    seconds = tuple(float(there.complete_s.max()) for there in decode)
+    good = [int(np.count_nonzero(each * 1e3 <= parameters.limit_ms)) for each in total]
+    pages = sum(sum(request.pages(parameters.page_tokens)) for request in requests)
+    sent = [sum(moved.size for moved in there.moved) for there in decode]
+    moving = [each[[moved.size > 0 for moved in there.moved]] for each, there in zip(transfer, decode, strict=True)]
+    each = {
+        "seconds": seconds,
+        "transfer_ms_mean": tuple(1e3 * float(one.mean()) for one in transfer),
+        "good_share": tuple(count / len(requests) for count in good),
+        "good_per_s": tuple(count / took for count, took in zip(good, seconds, strict=True)),
+        "skipped_share": tuple(1 - count / pages for count in sent),
+        "prefill_cpu_ms_per_request": tuple(1e3 * one.cpu_s / len(requests) for one in prefill),
+        "decode_cpu_ms_per_request": tuple(1e3 * one.cpu_s / len(requests) for one in decode),
+    }
+    return Result(
+        requests=len(requests),
+        **_spread("queueing_ms", queueing),
+        **_spread("transfer_ms", transfer),
+        **_spread("total_ms", total),
+        **_medians(each),
+        bytes_sent=sum(sent) * parameters.page_bytes,
+        bytes_skipped=(len(repeats) * pages - sum(sent)) * parameters.page_bytes,
+        bytes_verified=(len(repeats) + 1) * pages * parameters.page_bytes,
+        prefill_pages_most=max(one.pages_most for one in prefill),
+        decode_pages_most=max(one.pages_most for one in decode),
+        quarantined_pages_most=max(one.quarantined_most for one in (*prefill, *decode)),
+        raw=None if floor is None else _raw(floor, moving),
+        bare=machine,
+    )
+
+
+def _spread(name: str, repeats: Sequence[Seconds]) -> dict[str, Any]:
+    """The fields of a time."""
+    found, medians = percentiles(np.concatenate(repeats) * 1e3), tuple(1e3 * float(np.median(each)) for each in repeats)
+    shares = {"median": found[50], "median_each": medians, "p90": found[90], "p99": found[99], "max": found[100], "percentiles": found}
+    return {f"{name}_{share}": value for share, value in shares.items()}
+
+
+def _medians(each: Mapping[str, tuple[float, ...]]) -> dict[str, Any]:
+    """The fields of figures that each repeat has one of."""
+    return {name: statistics.median(values) for name, values in each.items()} | {f"{name}_each": values for name, values in each.items()}
+
+
+def _raw(floor: Figures, transfer: Sequence[Seconds]) -> Raw:
+    means, transfers = tuple(1e3 / rate for rate in floor.rates), len(transfer[0])
+    cpu = {side: statistics.median(each) / transfers * 1e3 for side, each in floor.cpu_s.items()}
+    times = tuple(1e3 * float(mine.mean()) / alone for mine, alone in zip(transfer, means, strict=True))
+    return Raw(
+        way=floor.way,
+        tried_per_s=floor.tried,
+        transfer_ms_mean=statistics.median(means),
+        transfer_ms_mean_each=means,
+        transfer_ms_median=statistics.median(floor.alone_ms) if floor.alone_ms else None,
+        transfer_ms_median_each=floor.alone_ms,
+        prefill_cpu_ms_per_transfer=cpu["prefill"],
+        decode_cpu_ms_per_transfer=cpu["decode"],
+        kvcore_times=statistics.median(times),
+        kvcore_times_each=times,
+    )
+
+
+def table(results: Sequence[Result]) -> Iterator[str]:
+    """The results for people."""
+    for one in results:
+        times = asdict(one)
+        yield f"{one.requests} requests in {one.seconds:.2f} s, {len(one.seconds_each)} times"
+        yield "ms           median      p90      p99      max"
+        for name in ("queueing", "transfer", "total"):
+            yield f"{name:<10}" + "".join(f" {times[f'{name}_ms_{share}']:>8.2f}" for share in ("median", "p90", "p99", "max"))
+        yield f"within the limit: {one.good_share:.1%}, {one.good_per_s:.2f} requests a second"
+        sent = f"sent {one.bytes_sent / MIB:.5g} MiB; {one.bytes_skipped / MIB:.5g} MiB"
+        yield f"{sent} ({one.skipped_share:.1%}) were there already"
+        pages = f"prefill {one.prefill_pages_most}, decode {one.decode_pages_most}, quarantined {one.quarantined_pages_most}"
+        yield f"most pages at a time: {pages}"
+        yield f"CPU ms/request: prefill {one.prefill_cpu_ms_per_request:.2f}, decode {one.decode_cpu_ms_per_request:.2f}"
+        if one.raw is not None:
+            yield (
+                f"engine alone: {one.raw.way}, {one.raw.transfer_ms_mean:.3g} ms a transfer on average; "
+                f"with kvcore {one.transfer_ms_mean:.3g} ms, {one.raw.kvcore_times:.1f} times that"
+            )
+        yield f"all of {one.bytes_verified / MIB:.5g} MiB verified"

@@ -1,0 +1,363 @@
+"""What ``kvcore bench`` tells: the JSON Schema of its reports, the page with plots, and what is computed when two are compared."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import jsonschema
+import msgspec
+import pytest
+import typer
+
+from kvcore import cli
+from kvcore.bench import compare, kill, plan
+from kvcore.bench.catalog import MEASUREMENTS
+from kvcore.bench.command import bench
+from kvcore.bench.page import page
+from kvcore.bench.report import Figure, Report, figures, read, report, schema
+from kvcore.bench.setup import Setup
+from kvcore.progress import unwatched
+from tests.commands import kvcore, one_line
+from tests.made_backends import make_backend
+
+QUICK = {
+    "bench rooms": ("--rooms", "12", "--repeats", "2", "--page-bytes", "512", "--in-flight", "1", "--in-flight", "4"),
+    "bench bandwidth": ("--page-bytes", "4096", "--page-bytes", "65536", "--room-bytes", "131072", "--repeats", "2"),
+    "bench abort": ("--rooms", "10", "--repeats", "2"),
+    "bench idle": ("--rooms", "3", "--window", "1", "--repeats", "2"),
+    "bench trace": ("examples/trace.jsonl", "--requests", "8", "--repeats", "2", "--speed", "100"),
+    "bench plan": ("--repeats", "2"),
+}
+KILL = kill.Parameters(rooms=1, liveness_s=1.0, repeats=1, signals=("SIGKILL",))
+"""That one takes long by the command, which lets both sides fall silent too."""
+MEASURED = (*QUICK, "bench kill")
+PLOTS = {
+    "bench rooms": ["Distribution of latency", "Rooms a second", "A room beside the wire", "CPU"],
+    "bench bandwidth": ["Throughput, pages scattered", "CPU"],
+    "bench abort": ["Distribution of time"],
+    "bench idle": ["CPU"],
+    "bench kill": ["Each case"],
+    "bench trace": ["Distribution of queueing and transfer and total", "CPU"],
+    "bench plan": ["Each case"],
+}
+TELLING = ("compare", "schema")
+"""Commands that measure nothing."""
+HOSTILE = """<script>alert("1")</script> $x_1$ & 'it' </svg><img src=x onerror=y> #010200"""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The file of every measurement's report, with its page beside it."""
+    folder = tmp_path_factory.mktemp("reports")
+
+    def run(command: str) -> Path:
+        path = folder / f"{command}.json"
+        done = kvcore(*command.split(), *QUICK[command], "--json", str(path), "--html", str(path.with_suffix(".html")))
+        assert done.stderr == "" and done.returncode in (0, int(command == "bench plan")), done  # the planner may miss a target
+        return path
+
+    with ThreadPoolExecutor(2) as pool:
+        found = dict(zip(QUICK, pool.map(run, QUICK), strict=True))
+    return found | {"bench kill": write_kill(folder / "bench kill.json")}
+
+
+def write_kill(path: Path) -> Path:
+    setup = Setup("local")
+    results = kill.measure(setup, KILL, unwatched)
+    found = report("bench kill", setup, KILL, results)
+    path.with_suffix(".html").write_text(page(found, [*kill.table(results)]))
+    path.write_text(json.dumps(asdict(found)))
+    return path
+
+
+def loaded(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line that the command ends with."""
+    assert cli.run(["bench", *map(str, arguments)]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and one_line(err)
+    return err
+
+
+# --- the schema
+
+
+def test_every_command_that_measures_is_in_the_catalog() -> None:
+    group = typer.main.get_command(bench)
+    commands = {f"bench {name}" for name in group.commands} - {f"bench {name}" for name in TELLING}  # type: ignore[attr-defined]
+    assert commands == set(MEASUREMENTS) == set(MEASURED)
+
+
+def test_the_schema_is_printed_and_is_one() -> None:
+    done = kvcore("bench", "schema")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == schema()
+    jsonschema.Draft202012Validator.check_schema(schema())
+
+
+@pytest.mark.parametrize("command", MEASURED)
+def test_what_is_written_is_as_the_schema_says(command: str, written: dict[str, Path]) -> None:
+    found = loaded(written[command])
+    jsonschema.validate(found, schema())
+    one = found["results"][0]
+    spoils: list[dict[str, Any]] = [
+        {"schema": 2},
+        {"command": "bench speed"},
+        {"machine": {}},
+        {"parameters": {}},
+        {"results": [{name: value for name, value in one.items() if name != list(one)[-1]}]},
+    ]
+    for spoil in spoils:
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**found, **spoil}, schema())
+
+
+@pytest.mark.parametrize("command", MEASURED)
+def test_each_result_has_a_name_of_its_own_and_every_repeat(command: str, written: dict[str, Path]) -> None:
+    told = read(written[command])
+    names = [MEASUREMENTS[command].name(result) for result in told.results]
+    assert len(set(names)) == len(names) and all(names)
+    repeats = told.parameters.get("repeats")
+    every = [each for result in told.results for one in lists(result) for each in one]
+    assert all(len(one) == repeats for one in every if one) if repeats is not None else not every
+    for result in told.results:
+        assert any(figure.each for figure in figures(result)) == (repeats is not None)
+
+
+def lists(result: Mapping[str, Any]) -> list[list[list[float]]]:
+    within = [inner for value in result.values() if isinstance(value, Mapping) for inner in lists(value)]
+    return [[value for name, value in result.items() if name.endswith("_each")], *within]
+
+
+# --- the floors beside
+
+
+def test_the_bare_machine_stands_beside_what_was_measured(written: dict[str, Path]) -> None:
+    for command in ("bench rooms", "bench bandwidth"):
+        for result in loaded(written[command])["results"]:
+            bare = result["bare"]
+            assert 0 < bare["round_trip_ms"] < 100 and bare["copy_gb_per_s"] > 0.01
+            assert len(bare["round_trip_ms_each"]) == len(bare["copy_gb_per_s_each"]) == 2
+
+
+def test_a_room_alone_is_told_as_a_multiple_of_what_the_wire_takes(written: dict[str, Path]) -> None:
+    for result in loaded(written["bench rooms"])["results"]:
+        alone = result["in_flight"] == 1
+        assert (result["latency_over_wire"] is not None) == (result["raw"]["transfer_ms"] is not None) == alone
+        if alone:
+            messages = {"open": 4, "receive": 2}[result["measured_from"]]
+            mine, raw, trips = result["latency_ms_median_each"], result["raw"]["transfer_ms_each"], result["bare"]["round_trip_ms_each"]
+            expected = [room / (transfer + messages * trip / 2) for room, transfer, trip in zip(mine, raw, trips, strict=True)]
+            assert result["latency_over_wire_each"] == pytest.approx(expected, rel=1e-3) and min(expected) > 1
+
+
+# --- the page
+
+
+class Seen(HTMLParser):
+    """Tags with their attributes, and texts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def drawings(text: str) -> list[ElementTree.Element]:
+    return [ElementTree.fromstring(each) for each in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
+
+
+def texts(drawing: ElementTree.Element) -> list[str]:
+    return ["".join(each.itertext()) for each in drawing.iter() if each.tag.endswith("}text")]
+
+
+@pytest.mark.parametrize("command", MEASURED)
+def test_a_page_has_what_was_measured_and_its_plots(command: str, written: dict[str, Path]) -> None:
+    told, text = read(written[command]), written[command].with_suffix(".html").read_text()
+    seen = Seen(text)
+    assert [title for drawing in drawings(text) for title in texts(drawing) if title in PLOTS[command]] == PLOTS[command]
+    said = " ".join(seen.texts)
+    for each in (command, MEASUREMENTS[command].what, told.machine.processor, told.versions["kvcore"], told.taken):
+        assert each in said
+    assert all(MEASUREMENTS[command].name(result) in said for result in told.results)
+    assert not re.search(r"mathdefault|#0102[0-9a-f]{2}", text) and "var(--text)" in text and "prefers-color-scheme: dark" in text
+
+
+@pytest.mark.parametrize("command", MEASURED)
+def test_a_page_needs_nothing_else(command: str, written: dict[str, Path]) -> None:
+    seen = Seen(written[command].with_suffix(".html").read_text())
+    assert not {"script", "link", "img", "iframe", "object", "embed"} & set(seen.tags)
+    led = [value or "" for name, value in seen.attributes if name.endswith("href") or name in ("src", "srcset", "action")]
+    assert all(value.startswith("#") for value in led)
+    assert all("url(" not in (value or "").replace("url(#", "") and not name.startswith("on") for name, value in seen.attributes)
+
+
+def test_a_page_shows_names_and_options_as_they_are(written: dict[str, Path]) -> None:
+    told = read(written["bench abort"])
+    hostile = replace(
+        told,
+        backend=HOSTILE,
+        parameters={HOSTILE: HOSTILE, "options": {HOSTILE: [HOSTILE]}},
+        results=[{**result, "aborted_by": HOSTILE} for result in told.results],
+    )
+    text = page(hostile, [HOSTILE])
+    seen, calm = Seen(text), Seen(page(told, [""]))
+    assert set(seen.tags) == set(calm.tags)
+    (drawing,) = drawings(text)
+    assert any(HOSTILE.replace("#010200", "")[:30] in each and "$x_1$" in each for each in texts(drawing))
+    assert sum(HOSTILE in each for each in seen.texts) >= 4
+
+
+def test_a_page_can_be_had_of_results_without_a_floor_and_with_one_repeat(written: dict[str, Path]) -> None:
+    for command, missing in (("bench rooms", "latency_over_wire"), ("bench bandwidth", "bare")):
+        told = read(written[command])
+        bare = [{**result, "raw": None, missing: None} for result in told.results]
+        assert "A room beside the wire" not in page(replace(told, results=bare), [])
+
+
+def test_a_page_without_matplotlib_is_an_error_that_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
+    monkeypatch.setattr(plan, "measure", lambda parameters: pytest.fail("it is told before anything is measured"))
+    assert "pip install kvcore[html]" in refusal(capsys, "plan", "--html", tmp_path / "page.html")
+
+
+def test_a_page_that_cannot_be_written_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "choose another file for --html" in refusal(capsys, "plan", "--repeats", "1", "--html", "/proc/page.html")
+
+
+# --- two reports
+
+
+def changed(path: Path, name: str, **changes: Any) -> Path:
+    """A report beside this one with other fields."""
+    other = path.with_name(f"{name}.json")
+    other.write_text(json.dumps({**loaded(path), **changes}))
+    return other
+
+
+@pytest.mark.parametrize("command", MEASURED)
+def test_a_report_compared_with_itself_is_alike_in_everything(command: str, written: dict[str, Path]) -> None:
+    found = compare.compare(written[command], written[command])
+    assert (found.differences, found.missing, found.compared) == ((), (), command)
+    every = [each for case in found.results for each in case.ratios]
+    assert every and len(found.results) == len(loaded(written[command])["results"])
+    for each in every:
+        assert each.ratio in (1.0, None) and each.verdict in ("alike", "unknown")
+    jsonschema.validate(json.loads(msgspec.json.encode(found)), schema())
+
+
+def test_what_differs_is_told_and_figures_are_told_as_ratios(written: dict[str, Path]) -> None:
+    path = written["bench rooms"]
+    was = loaded(path)
+    results = [{**one, "rooms_per_s": 10.0, "rooms_per_s_each": [8.0, 12.0]} for one in was["results"]]
+    slower = changed(path, "slower", results=results)
+    results = [{**one, "rooms_per_s": 20.0, "rooms_per_s_each": [20.0, 20.0]} for one in results]
+    results[0]["raw"] = {**results[0]["raw"], "way": "another"}
+    faster = changed(
+        path, "faster", results=results[:-1], parameters={**was["parameters"], "rooms": 99}, machine={**was["machine"], "cores": 3}
+    )
+    done = kvcore("bench", "compare", str(slower), str(faster))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"differs: parameters.rooms: {was['parameters']['rooms']} in A, 99 in B" in done.stdout
+    assert f"differs: machine.cores: {was['machine']['cores']} in A, 3 in B" in done.stdout
+    assert "raw.way: sendmsg in A, another in B" in done.stdout
+    assert done.stdout.count("(only in A)") == 1
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("rooms_per_s ")]
+    assert lines == [["rooms_per_s", "10", "20", "2.000", "(1.667", "to", "2.500)", "better"]] * (len(was["results"]) - 1)
+    again = kvcore("bench", "compare", str(slower), str(faster), "--json", "-")
+    jsonschema.validate(json.loads(again.stdout), schema())
+
+
+@pytest.mark.parametrize(
+    ("name", "a", "b", "verdict"),
+    [
+        ("rooms_per_s", (10.0, 11.0, 12.0), (20.0, 21.0, 22.0), "better"),
+        ("rooms_per_s", (20.0, 21.0, 22.0), (10.0, 11.0, 12.0), "worse"),
+        ("raw.kvcore_share", (0.2, 0.2), (0.3, 0.3), "better"),
+        ("latency_ms_median", (10.0, 11.0, 12.0), (20.0, 21.0, 22.0), "worse"),
+        ("cpu_us_per_step", (2.0, 2.0), (1.0, 1.0), "better"),
+        ("rooms_per_s", (10.0, 11.0, 20.0), (9.0, 12.0, 21.0), "alike"),
+        ("rooms_per_s", (10.0,), (20.0, 21.0), "unknown"),
+        ("rooms_per_s", (), (), "unknown"),
+    ],
+)
+def test_a_figure_is_better_or_worse_only_beyond_its_spread(name: str, a: tuple[float, ...], b: tuple[float, ...], verdict: str) -> None:
+    found = compare.ratio(Figure(name, 2.0, a), Figure(name, 3.0, b))
+    assert (found.ratio, found.verdict) == (1.5, verdict)
+    assert (found.low is None) == (found.high is None) == (verdict == "unknown")
+
+
+def test_the_spread_of_a_ratio_is_that_of_the_medians() -> None:
+    many = tuple(float(value) for value in range(95, 106))
+    found = compare.ratio(Figure("x_ms", 100.0, many), Figure("x_ms", 200.0, (*(2 * value for value in many[:-1]), 9000.0)))
+    assert found.low is not None and found.high is not None
+    assert 1.9 < found.low < 2 < found.high < 2.15  # of all pairs the most is 95
+
+
+def test_nothing_over_nothing_has_no_ratio() -> None:
+    found = compare.ratio(Figure("x_ms", 0.0, (0.0, 0.0)), Figure("x_ms", 3.0, (3.0, 3.0)))
+    assert (found.ratio, found.low, found.high, found.verdict) == (None, None, None, "unknown")
+
+
+def test_what_cannot_be_compared_is_refused_in_one_line(
+    written: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rooms, idle = written["bench rooms"], written["bench idle"]
+    results = [{**one, "in_flight": 77} for one in loaded(rooms)["results"]]
+    for other, said in {
+        idle: "give two files of the same command",
+        changed(rooms, "later", schema=2): "bench rooms under schema 2, which this version does not know; use the kvcore that wrote it",
+        changed(rooms, "speed", command="bench speed"): "bench speed under schema 1",
+        tmp_path / "missing": "cannot be read",
+        changed(rooms, "other", results=results): "give two files with a case that both have",
+    }.items():
+        assert said in refusal(capsys, "compare", rooms, other)
+    for text in (b"\xff", b"{}", b"[" * 100_000, b'{"schema": "1"}'):
+        other = tmp_path / "other"
+        other.write_bytes(text)
+        assert "is not what kvcore bench writes with --json" in refusal(capsys, "compare", other, rooms)
+
+
+def test_figures_are_numbers_that_are_not_counts() -> None:
+    result = {"in_flight": 1, "a_ms": 1.5, "a_ms_each": [1.0, 2.0], "verified": 7, "n": 3, "n_each": [3, 3], "way": "x", "none": None}
+    found = [*figures({**result, "raw": {"b_per_s": 2.0, "tried_per_s": {"x": 1.0}}}, {"in_flight"})]
+    assert found == [Figure("a_ms", 1.5, (1.0, 2.0)), Figure("n", 3, (3, 3)), Figure("raw.b_per_s", 2.0, ())]
+    assert [each.higher for each in found] == [False, False, True]
+
+
+def test_versions_of_what_is_beneath_are_those_that_a_plugin_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_backend(tmp_path, "named")
+    with (tmp_path / "kvcore_named-1.5.dist-info" / "METADATA").open("a") as file:
+        file.write("Requires-Dist: kvcore<9,>=0.1\nRequires-Dist: msgspec>=0.18; extra == 'cpu'\nRequires-Dist: no-such-engine>=1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = report("bench kill", Setup("named"), KILL, []).versions
+    assert (found["distribution"], found["backend"], found["msgspec"]) == ("kvcore-named", "1.5", msgspec.__version__)
+    assert {*found} == {"kvcore", "distribution", "backend", "numpy", "pyzmq", "msgspec"}
+
+
+def test_a_report_is_read_as_it_was_written(written: dict[str, Path]) -> None:
+    for path in written.values():
+        assert msgspec.convert(loaded(path), Report) == read(path)
