@@ -72,7 +72,10 @@ class Floor:
     def connect(self, peer):
         self.pipe = Client(("127.0.0.1", int(peer.endpoint.data)))
 
-    def write(self, way, transfers, at_once):
+    def prepare(self, way, transfers, at_once):
+        return lambda: self.move(transfers)
+
+    def move(self, transfers):
         for one in transfers:
             rows = zip(one.local_address.tolist(), one.remote_address.tolist(), one.length.tolist())
             self.pipe.send([(to, ctypes.string_at(at, size)) for at, to, size in rows])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -73,13 +73,15 @@ class Alone:
     def _write(self, floor: Floor, n: int) -> dict[str, Any]:
         way, (pages, _) = floor.ways[0], self._room  # the way of the peer bench
         self._meet()
-        floor.write(way, self._room * (n // 5 + 1), 1)
+        whole_room, pages_alone = floor.prepare(way, self._room, 1), floor.prepare(way, [pages], 1)
+        for _ in range(n // 5 + 1):
+            whole_room()
         self._meet()
         cpu = time.process_time()
-        whole = [_timed(floor, way, self._room) for _ in range(n)]
+        whole = [_timed(whole_room) for _ in range(n)]
         cpu = time.process_time() - cpu
         self._meet()
-        alone = [_timed(floor, way, [pages]) for _ in range(n)]
+        alone = [_timed(pages_alone) for _ in range(n)]
         self._meet()
         count = self._geometry.pages * self._geometry.tensors if way == "prepared" else len(pages.length)
         return {"kv": alone, "kv_aux": whole, "descs": count, "cpu": cpu, "way": way}
@@ -118,7 +120,7 @@ def transfer(peer: Peer, local: Layout, remote: Layout, pool: str, mine: Indices
     return replace(named, pool=pool, local_pages=mine, remote_pages=theirs)
 
 
-def _timed(floor: Floor, way: str, transfers: Sequence[Transfer]) -> float:
+def _timed(move: Callable[[], None]) -> float:
     began = time.perf_counter()
-    floor.write(way, transfers, 1)
+    move()
     return time.perf_counter() - began

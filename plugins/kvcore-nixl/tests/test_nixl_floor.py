@@ -57,7 +57,7 @@ def test_a_transfer_is_of_all_tensors_of_its_pool(way: str) -> None:
     server.start()
     here, there = np.array([5, 1, 2]), np.array([0, 7, 3])
     sides = (Layout.of(one.peer.pools, one.peer.regions) for one in (mine, theirs))
-    mine.floor.write(way, [transfer(theirs.peer, *sides, "kv", here, there)], 1)
+    mine.floor.prepare(way, [transfer(theirs.peer, *sides, "kv", here, there)], 1)()
     stop.set()
     server.join()
     for one, other in zip(mine.tensors, theirs.tensors, strict=True):
