@@ -144,7 +144,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 bench: $(STAMP)
-	set -e; for kind in rooms bandwidth abort idle plan "trace examples/trace.jsonl"; do echo "== $$kind"; $(BIN)/kvcore bench $$kind $(ARGS); done
+	set -e; for kind in rooms bandwidth abort idle kill plan "trace examples/trace.jsonl"; do echo "== $$kind"; $(BIN)/kvcore bench $$kind $(ARGS); done
 
 install: $(STAMP)
 

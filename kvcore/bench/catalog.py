@@ -112,6 +112,7 @@ MEASUREMENTS = {
             "Queueing is from a request's arrival until both sides have pages for it; transfer from when prefill has also written them "
             "until decode's loop sees SUCCESS; total is all of it.",
             "A request is good if its total is within the limit.",
+            'Decode holds the pages of a request for so long as "token ms" says for each token of its output.',
             "CPU time is that of the whole process, all its threads, without writing and comparing pages.",
             *BESIDE,
             "The engine alone moves the pages of one request after the other, while requests of a trace come at their own times, some "
@@ -144,7 +145,6 @@ WORDS = {
     "speed": "times as fast as in the trace",
     "page_tokens": "tokens of a page",
     "memory_bytes": "bytes of either side's memory",
-    "token_ms": "milliseconds that decode holds pages for each token of output",
     "limit_ms": "milliseconds that a good request may take",
     "step_ms": "milliseconds from look to look at the rooms",
     "options": "options of the backend",

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -69,7 +69,7 @@ def _measure(
     module, setup = importlib.import_module(f"kvcore.bench.{name}"), Setup(backend, options or {}, host, timeout, bool(context.obj))
     with progress() as watch:
         results = module.measure(setup, parameters, watch)
-    lack = _lack(backend) if hasattr(results[0], "raw") else []
+    lack = _lack(backend) if any(field.name == "raw" for field in fields(results[0])) else []
     tell(name, setup, parameters, results, [*module.table(results), *lack], json_file, html_file)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib import resources
 from typing import Any
 
 from kvcore.bench.catalog import MEASUREMENTS, WORDS
-from kvcore.bench.plots import plots
 from kvcore.bench.report import Report, figures
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -17,6 +17,9 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 def page(report: Report, table: Sequence[str]) -> str:
     """The whole page; ``table``: the lines that are printed."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of the fonts that it looks for when it is loaded first
+    from kvcore.bench.plots import plots
+
     measurement = MEASUREMENTS[report.command]
     title = escape(f"kvcore {report.command}" + (f" over {report.backend}" if report.backend is not None else ""))
     style = resources.files("kvcore.bench").joinpath("page.css").read_text(encoding="utf-8")

@@ -1,5 +1,5 @@
-"""The floor of ``bench trace``: what moved when it was played first is moved again, one request's pages after the other, by the engine alone
-and by the bare machine."""
+"""The floor of ``bench trace``: what moved when it was played first is moved again, one request's pages after the other, by the engine
+alone and by the bare machine."""
 
 from __future__ import annotations
 
