@@ -25,16 +25,19 @@ from kvcore.bench.socket_floor import SocketFloor
 class Floor(SocketFloor):
     ways = ("late", "prompt", "later")
 
-    def write(self, way, transfers, at_once):
-        threading.Event().wait({"prompt": 0.0, "late": 0.1, "later": 0.2}[way])
-        super().write(way, transfers, at_once)
+    def prepare(self, way, transfers, at_once):
+        def move(move=super().prepare(way, transfers, at_once)):
+            threading.Event().wait({"prompt": 0.0, "late": 0.1, "later": 0.2}[way])
+            move()
+
+        return move
 """
 IDLE = """
 from kvcore.bench.socket_floor import SocketFloor
 
 class Floor(SocketFloor):
     def connect(self, peer): pass
-    def write(self, way, transfers, at_once): pass
+    def prepare(self, way, transfers, at_once): return lambda: None
     def serve(self, stop): stop.wait()
 """
 

@@ -91,7 +91,7 @@ def test_the_floor_of_local_serves_as_many_writes_as_come_and_stops_when_told() 
     server.start()
     try:
         for page in range(4):
-            floors["prefill"].write("sendmsg", [transfer(8 * page, 8)], 1)
+            floors["prefill"].prepare("sendmsg", [transfer(8 * page, 8)], 1)()
             assert np.array_equal(buffers["decode"].read()[page], buffers["prefill"].read()[page])
     finally:
         stop.set()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 from kvcore_mooncake import native
@@ -33,22 +34,16 @@ class MooncakeFloor:
         """Note decode's name; the engine connects by itself."""
         self._peer = peer.endpoint.data.decode()
 
-    def write(self, way: str, transfers: Sequence[Transfer], at_once: int) -> None:
-        """Post, and wait until all is done."""
+    def prepare(self, way: str, transfers: Sequence[Transfer], at_once: int) -> Callable[[], None]:
+        """What posts, and waits until all is done."""
         kind, _, threads = way.partition(", ")
-        if kind == "submit":
-            return self._submit(transfers, at_once)
-        if kind == "async":
-            return self._async(transfers, at_once)
-        groups = [transfers[first : first + at_once] for first in range(0, len(transfers), at_once)]
+        if kind in ("submit", "async"):
+            return partial(self._submit if kind == "submit" else self._async, [_columns([each]) for each in transfers], at_once)
+        groups = [_columns(transfers[first : first + at_once]) for first in range(0, len(transfers), at_once)]
         if not threads:
-            for group in groups:
-                self._batch(_columns(group))
-            return
+            return partial(self._batches, groups)
         count = int(threads.partition(" ")[0])
-        with ThreadPoolExecutor(count) as pool:
-            for group in groups:
-                list(pool.map(self._batch, _shares(_columns(group), count)))
+        return partial(self._shared, [list(_shares(group, count)) for group in groups], count)
 
     def serve(self, stop: threading.Event) -> None:
         """The engine's own threads take in what is written."""
@@ -60,20 +55,29 @@ class MooncakeFloor:
     def _batch(self, columns: Columns) -> None:
         self._accept(self._engine.batch_transfer_sync_write(self._peer, *columns))
 
-    def _async(self, transfers: Sequence[Transfer], at_once: int) -> None:
+    def _batches(self, groups: Sequence[Columns]) -> None:
+        for group in groups:
+            self._batch(group)
+
+    def _shared(self, groups: Sequence[Sequence[Columns]], count: int) -> None:
+        with ThreadPoolExecutor(count) as pool:
+            for group in groups:
+                list(pool.map(self._batch, group))
+
+    def _async(self, transfers: Sequence[Columns], at_once: int) -> None:
         running: deque[int] = deque()
         for transfer in transfers:
             if len(running) == at_once:
                 self._accept(self._engine.get_batch_transfer_status([running.popleft()]))
-            running.append(self._posted(self._engine.batch_transfer_async_write(self._peer, *_columns([transfer]))))
+            running.append(self._posted(self._engine.batch_transfer_async_write(self._peer, *transfer)))
         self._accept(self._engine.get_batch_transfer_status(list(running)))
 
-    def _submit(self, transfers: Sequence[Transfer], at_once: int) -> None:
+    def _submit(self, transfers: Sequence[Columns], at_once: int) -> None:
         running: deque[list[int]] = deque()
         for transfer in transfers:
             if len(running) == at_once:
                 self._wait(running.popleft())
-            rows = zip(*_columns([transfer]), strict=True)
+            rows = zip(*transfer, strict=True)
             running.append([self._posted(self._engine.transfer_submit_write(self._peer, *row)) for row in rows])
         for writes in running:
             self._wait(writes)

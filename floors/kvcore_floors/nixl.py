@@ -61,20 +61,20 @@ class NixlFloor:
     def connect(self, peer: Peer) -> None:
         """Load decode's agent and prepare lists of both sides' pages."""
         self._agent.add_remote_agent(peer.endpoint.data)
+        self._remote = page_lists(peer.pools, peer.regions, MOST)
         self._lists = {
             pool: (self._prepared("NIXL_INIT_AGENT", self._local[pool]), self._prepared(peer.id, pages))
-            for pool, pages in page_lists(peer.pools, peer.regions, MOST).items()
+            for pool, pages in self._remote.items()
         }
 
-    def write(self, way: str, transfers: Sequence[Transfer], at_once: int) -> None:
-        """Post, and ask until all is done."""
+    def prepare(self, way: str, transfers: Sequence[Transfer], at_once: int) -> Callable[[], None]:
+        """What posts, and asks until all is done."""
         chosen = WAYS[way]
         requests = [request for transfer in transfers for request in self._requests(chosen, transfer)]
         most = max(1, at_once * chosen.requests // chosen.threads)
         if chosen.threads == 1:
-            return self._carry(requests, most)
-        with ThreadPoolExecutor(chosen.threads) as pool:
-            list(pool.map(partial(self._carry, most=most), [requests[first :: chosen.threads] for first in range(chosen.threads)]))
+            return partial(self._carry, requests, most)
+        return partial(self._carry_on_threads, [requests[first :: chosen.threads] for first in range(chosen.threads)], most)
 
     def serve(self, stop: threading.Event) -> None:
         """Take in what is written."""
@@ -89,20 +89,18 @@ class NixlFloor:
         return self._agent.prep_xfer_dlist(agent, _rows(pages.address, pages.length), "DRAM")
 
     def _requests(self, way: Way, transfer: Transfer) -> Iterator[Callable[[], Any]]:
-        """What makes the requests of a transfer, so that the making is measured too."""
+        """What makes the requests of a transfer, so that the making is measured too; positions in lists are ready before."""
         here, there = transfer.local_pages, transfer.remote_pages
         assert here is not None and there is not None
         prepared = way.kind == "prepared"
         count = here.size if prepared else transfer.length.size
         for share in np.array_split(np.arange(count), min(way.requests, count)):
             if prepared:
-                yield partial(self._picked, transfer.pool, here[share], there[share])
+                mine, theirs = self._lists[transfer.pool]
+                at, to = self._local[transfer.pool].positions(here[share]), self._remote[transfer.pool].positions(there[share])
+                yield partial(self._agent.make_prepped_xfer, "WRITE", mine, at, theirs, to)
             else:
                 yield partial(self._listed, transfer, share, _rows if way.kind == "arrays" else _tuples)
-
-    def _picked(self, pool: str, here: Indices, there: Indices) -> Any:
-        mine, theirs = self._lists[pool]
-        return self._agent.make_prepped_xfer("WRITE", mine, here.astype(np.int32), theirs, there.astype(np.int32))
 
     def _listed(self, transfer: Transfer, share: Indices, rows: Callable[[U64, U64], Any]) -> Any:
         length = transfer.length[share]
@@ -119,6 +117,10 @@ class NixlFloor:
                 self._ask(running)
         while running:
             self._ask(running)
+
+    def _carry_on_threads(self, shares: Sequence[Sequence[Callable[[], Any]]], most: int) -> None:
+        with ThreadPoolExecutor(len(shares)) as pool:
+            list(pool.map(partial(self._carry, most=most), shares))
 
     def _ask(self, running: deque[Any]) -> None:
         handle = running.popleft()

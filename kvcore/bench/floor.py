@@ -13,7 +13,7 @@ import logging
 import statistics
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -51,9 +51,12 @@ class Floor(Protocol):
     def connect(self, peer: Peer) -> None:
         """Prefill: make decode's engine and memory reachable."""
 
-    def write(self, way: str, transfers: Sequence[Transfer], at_once: int) -> None:
-        """Prefill: move all, at most ``at_once`` transfers at a time; return when every byte is in place. This is what is measured. In a
-        turn it is called once with all transfers, or with each alone."""
+    def prepare(self, way: str, transfers: Sequence[Transfer], at_once: int) -> Callable[[], None]:
+        """Prefill: what moves all, at most ``at_once`` transfers at a time, and returns when every byte is in place.
+
+        A call of it is measured; what is made before, such as descriptors in the engine's form, is not. In a turn there is one for all
+        transfers, or one for each alone.
+        """
 
     def serve(self, stop: threading.Event) -> None:
         """Decode: drive an engine whose target must work, until ``stop``."""
@@ -206,13 +209,16 @@ class Raw:
 
     def write(self, way: str, transfers: Sequence[Transfer], at_once: int) -> Measured:
         """On prefill: move all. Where they are to go one at a time and are several, each is timed."""
-        clock, took = Clock(), []
         if at_once > 1 or len(transfers) == 1:
-            self._floor.write(way, transfers, at_once)
+            move = self._floor.prepare(way, transfers, at_once)
+            clock = Clock()
+            move()
             return clock.read()
-        for transfer in transfers:
+        moves, took = [self._floor.prepare(way, [transfer], 1) for transfer in transfers], []
+        clock = Clock()
+        for move in moves:
             began = time.perf_counter()
-            self._floor.write(way, [transfer], 1)
+            move()
             took.append(time.perf_counter() - began)
         return clock.read(tuple(took))
 

@@ -7,6 +7,7 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -41,18 +42,9 @@ class SocketFloor:
         self._sock = socket.create_connection(msgspec.json.decode(peer.endpoint.data, type=tuple[str, int]))
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def write(self, way: str, transfers: Sequence[Transfer], at_once: int) -> None:
-        """Send each while no more than so many answers are outstanding."""
-        assert self._sock is not None
-        outstanding = 0
-        for transfer in transfers:
-            if outstanding == at_once:
-                outstanding -= len(self._sock.recv(at_once))
-            rows = np.stack((transfer.remote_offset, transfer.length), axis=1)
-            _carry(self._sock.sendmsg, [_number(len(rows)), rows.data.cast("B"), *self._views(transfer.local_offset, transfer.length)])
-            outstanding += 1
-        while outstanding:
-            outstanding -= len(self._sock.recv(outstanding))
+    def prepare(self, way: str, transfers: Sequence[Transfer], at_once: int) -> Callable[[], None]:
+        """What sends each while no more than so many answers are outstanding."""
+        return partial(self._write, transfers, at_once)
 
     def serve(self, stop: threading.Event) -> None:
         """Receive until ``stop``."""
@@ -81,6 +73,18 @@ class SocketFloor:
         for one in (self._sock, self._listener):
             if one is not None:
                 one.close()
+
+    def _write(self, transfers: Sequence[Transfer], at_once: int) -> None:
+        assert self._sock is not None
+        outstanding = 0
+        for transfer in transfers:
+            if outstanding == at_once:
+                outstanding -= len(self._sock.recv(at_once))
+            rows = np.stack((transfer.remote_offset, transfer.length), axis=1)
+            _carry(self._sock.sendmsg, [_number(len(rows)), rows.data.cast("B"), *self._views(transfer.local_offset, transfer.length)])
+            outstanding += 1
+        while outstanding:
+            outstanding -= len(self._sock.recv(outstanding))
 
     def _views(self, offsets: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> list[memoryview]:
         return [self._memory[first : first + size] for first, size in zip(offsets.tolist(), lengths.tolist(), strict=True)]
