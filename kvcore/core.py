@@ -233,13 +233,14 @@ class Core:
             if self._in_close:
                 self._changed.set()
             self._limits_log.ended(room.key, reason)
-        if room.key.side == "decode":
-            if old is None or state is KVPoll.TRANSFERRING:
-                self._ledger.wake()
-        elif self._announcer is not None:
+        if room.key.side == "prefill" and self._announcer is not None:
             self._announcer.announce(room.id, state is KVPoll.BOOTSTRAPPING)
         if self.observers.watched:
             self.event("status", room.key, state=state.name, reason=str(reason or ""))
+
+    def listen(self) -> None:
+        """A room here may be written to from now on."""
+        self._ledger.wake()
 
     def wake_by(self, when: float) -> None:
         """A timer is due then."""

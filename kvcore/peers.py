@@ -42,7 +42,7 @@ class Peers:
         self._send_s = send_s
         self._hooks, self._capabilities, self._home = hooks, capabilities, home
         self._beat_s = min(1.0, me.liveness_s / 4)
-        self._ticked: float | None = None
+        self._due = 0.0
         self._refusals, self._comings = SparingLog(log), SparingLog(log)
         self._pairing_now: dict[str, int] = {}
         self._links: dict[str, Link] = {}
@@ -342,17 +342,15 @@ class Peers:
     def tick(self, now: float) -> float:
         """Ping, notice who is silent or gone, say hello again; returns when to come back."""
         greeted = [self._greet_again(link, now) for link in list(self._links.values())]
-        due = (self._ticked or now) + self._beat_s
-        if self._ticked is None or now >= due:
-            stalled = max(0.0, now - due)
-            self._ticked = now
+        if now >= self._due:
+            stalled, self._due = now - self._due if self._due else 0.0, now + self._beat_s
             for peer in list(self.pairings.values()):
                 peer.excused += stalled
                 self._check(peer, now)
             for departed in list(self._departed.values()):
                 self._seek_proof(departed)
-            due = now + self._beat_s
-        return min([due, *greeted])
+            self._due = min([self._due, *(peer.heard + peer.excused + self.me.liveness_s for peer in self.pairings.values())])
+        return min([self._due, *greeted])
 
     def _check(self, peer: Peer, now: float) -> None:
         if now - peer.pinged >= self._beat_s:
@@ -361,7 +359,7 @@ class Peers:
         blocked = peer.route.blocked_at
         if known_gone(peer.intro.process):
             self.lose(peer, "its process is gone", gone=True)
-        elif now - peer.heard - peer.excused > self.me.liveness_s:
+        elif now >= peer.heard + peer.excused + self.me.liveness_s:
             self.lose(peer, f"silent for liveness_s ({self.me.liveness_s:g} s)")
         elif blocked is not None and now - blocked > self._send_s + peer.excused:
             self.lose(peer, f"no control message could be sent to it for send_s ({self._send_s:g} s)")

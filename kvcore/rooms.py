@@ -61,6 +61,7 @@ class Outside(Protocol):
     def unproven(self, key: RoomKey, effect: ev.Unproven) -> None: ...
     def changed(self, room: Room, old: KVPoll | None) -> None: ...
     def wake_by(self, when: float) -> None: ...
+    def listen(self) -> None: ...
 
 
 _STEP: dict[Side, Callable[..., tuple[State, tuple[ev.Effect, ...]]]] = {"prefill": sender.step, "decode": receiver.step}
@@ -218,6 +219,8 @@ class RoomTable:
         if before.empty:
             self._slots[side, slot.id] = slot
             self.receiving += side == "decode"
+        if side == "decode" and (before.empty or state.arriving > before.arriving):
+            self._outside.listen()
         if _RESENDS[side](state):
             slot.resend = slot.resend or Alarm(slot, None)
             self._alarms.arm(slot.resend, self._first_resend_s, now)

@@ -8,9 +8,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -267,7 +268,7 @@ def test_t4_a_chunk_is_not_read_before_it_is_ready(bench: Bench) -> None:
 def test_a5_a_room_that_has_failed_starts_nothing_also_before_the_order_to_cancel_comes(bench: Bench) -> None:
     ready = Flag()
     room = bench.start(ready=ready)
-    room.life = replace(room.life, state=KVPoll.FAILED)
+    room.life = msgspec.structs.replace(room.life, state=KVPoll.FAILED)
     ready.set()
     stays(lambda: not bench.engine.transfers, 0.1)
     bench.ledger.cancel(room.key)

@@ -89,7 +89,8 @@ BOUNDED = {
     f"{TABLE}.flight._ring": 32_768,
     f"{TABLE}.flight._rooms": 32_768,
     f"{TABLE}.flight._rooms[]": 32_768,
-    f"{TABLE}.flight._ring[][].parties": 32_768,
+    f"{TABLE}.flight._ring[].effects": 32_768,
+    f"{TABLE}.flight._ring[].what.parties": 32_768,
     f"{CORE}._metrics._counts": 40,  # by code and port
     f"{CORE}._metrics._sums": 4,  # by side
     "kvcore.mapping._pairs": 1024,  # by layouts, sizes and turn

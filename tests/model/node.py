@@ -132,6 +132,9 @@ class Node:
     def changed(self, room: Room, old: KVPoll | None) -> None:
         self.world.rules.changed(self, room, old)
 
+    def listen(self) -> None:
+        """Engines here need nobody to drive them."""
+
     def wake_by(self, when: float) -> None:
         self.wake = min(self.wake, when)
 
