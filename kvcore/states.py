@@ -47,7 +47,7 @@ class FailureCode(str, enum.Enum):
     INTERNAL = "internal"
 
 
-class Reason(msgspec.Struct, frozen=True):
+class Reason(msgspec.Struct, frozen=True, gc=False):
     """The first definite failure of a room and where it arose (contract S5)."""
 
     code: FailureCode

@@ -401,6 +401,7 @@ class Outside:
         self.rank = 0
         self.then: Callable[[], None] = lambda: None
         self.told: list[object] = []
+        self.listening: list[tuple[int, int]] = []
 
     def send(self, effect: object) -> None:
         self.told.append(effect)
@@ -413,7 +414,9 @@ class Outside:
     def cancel(self, key: RoomKey) -> None: ...
     def forget(self, key: RoomKey) -> None: ...
     def unproven(self, key: RoomKey, effect: object) -> None: ...
-    def listen(self) -> None: ...
+    def listen(self) -> None:
+        self.listening.append((self.table.receiving, self.table.arriving))
+
     def wake_by(self, when: float) -> None: ...
     def collect(self, room: Room) -> None: ...
 
@@ -425,6 +428,20 @@ def opened(outside: Outside) -> Sender:
     room = outside.table.open("prefill", RoomId(number()))
     assert room is not None
     return Sender(outside, room)
+
+
+def test_who_drives_an_engine_that_is_written_to_is_woken_when_the_room_counts() -> None:
+    """Not before it: it would look, see no room, and sleep on while the writer waits for it."""
+    outside, room, party = Outside(), RoomId(number()), ev.Party("prefill-1")
+    record = outside.table.open("decode", room)
+    assert record is not None and outside.listening == [(1, 0)]
+    own = record.key.generation
+    outside.table.apply("decode", room, ev.Receive(own, ()))
+    outside.table.apply("decode", room, ev.Route(own, (party,)))
+    outside.table.apply("decode", room, ev.Got(Here(*room, own, 1), party))
+    assert outside.listening == [(1, 0)], "it was published, and nobody has said that he writes"
+    outside.table.apply("decode", room, ev.Fail(own, Reason(FailureCode.ABORTED, "", "decode")))
+    assert outside.listening == [(1, 0), (1, 1)], "pages may still be written to"
 
 
 def test_s7_poll_waits_for_nobody_who_works_on_the_rooms() -> None:

@@ -42,13 +42,13 @@ class Timer(NamedTuple):
 # --- events: from handles
 
 
-class Open(msgspec.Struct, frozen=True):
+class Open(msgspec.Struct, frozen=True, gc=False):
     """A handle was made. Ignored while a live lifetime is stored."""
 
     generation: int
 
 
-class Hand(msgspec.Struct, frozen=True):
+class Hand(msgspec.Struct, frozen=True, gc=False):
     """Sender: a chunk was handed over. ``pages`` says how many pages of each pool are handed over now, in the layer that has the fewest
     and in that which has the most; an empty chunk has none. ``layers``: those it is of (empty: all); ``full``: those that have the most."""
 
@@ -60,21 +60,21 @@ class Hand(msgspec.Struct, frozen=True):
     full: tuple[int, ...] = ()
 
 
-class Receive(msgspec.Struct, frozen=True):
+class Receive(msgspec.Struct, frozen=True, gc=False):
     """Receiver: the destination pages were handed over."""
 
     generation: int
     pages: tuple[PoolPages, ...]
 
 
-class Fail(msgspec.Struct, frozen=True):
+class Fail(msgspec.Struct, frozen=True, gc=False):
     """This lifetime has failed here: an abort, a bad page, a lost route."""
 
     generation: int
     reason: Reason
 
 
-class Clear(msgspec.Struct, frozen=True):
+class Clear(msgspec.Struct, frozen=True, gc=False):
     """Drop the lifetime; of a live one, abort it first (C3)."""
 
     generation: int
@@ -83,21 +83,21 @@ class Clear(msgspec.Struct, frozen=True):
 # --- events: from the core
 
 
-class Route(msgspec.Struct, frozen=True):
+class Route(msgspec.Struct, frozen=True, gc=False):
     """Receiver: the sender ranks to expect are known and paired."""
 
     generation: int
     parties: tuple[Party, ...]
 
 
-class Got(msgspec.Struct, frozen=True):
+class Got(msgspec.Struct, frozen=True, gc=False):
     """A message arrived from a paired instance, addressed to this one."""
 
     message: AnyRoomMessage
     source: Party
 
 
-class Ended(msgspec.Struct, frozen=True):
+class Ended(msgspec.Struct, frozen=True, gc=False):
     """Sender: a ticket ended, or one that was stuck is now known to be quiescent."""
 
     pair: Pair
@@ -107,7 +107,7 @@ class Ended(msgspec.Struct, frozen=True):
     reason: Reason | None = None
 
 
-class Lost(msgspec.Struct, frozen=True):
+class Lost(msgspec.Struct, frozen=True, gc=False):
     """A peer was lost (P2): its rooms fail, what is kept for it goes, but not tickets and drain records."""
 
     instance: str
@@ -116,13 +116,13 @@ class Lost(msgspec.Struct, frozen=True):
     """It, or another instance at its address, answers but does not know this one: what has not met it yet may look again (P3)."""
 
 
-class Fenced(msgspec.Struct, frozen=True):
+class Fenced(msgspec.Struct, frozen=True, gc=False):
     """It is proved that a lost peer reads and writes nothing here any more (R4)."""
 
     instance: str
 
 
-class Timeout(msgspec.Struct, frozen=True):
+class Timeout(msgspec.Struct, frozen=True, gc=False):
     """A timer that ``timers`` asked for has run out. ``note`` is added to a reason."""
 
     timer: Timer
@@ -135,39 +135,39 @@ Event = Open | Hand | Receive | Fail | Clear | Route | Got | Ended | Lost | Fenc
 # --- effects
 
 
-class Send(msgspec.Struct, frozen=True):
+class Send(msgspec.Struct, frozen=True, gc=False):
     """Send a message to a peer instance."""
 
     to: str
     message: AnyRoomMessage
 
 
-class Start(msgspec.Struct, frozen=True):
+class Start(msgspec.Struct, frozen=True, gc=False):
     """Start the ticket of one chunk towards one destination. Chunks count from 1."""
 
     pair: Pair
     chunk: int
 
 
-class Cancel(msgspec.Struct, frozen=True):
+class Cancel(msgspec.Struct, frozen=True, gc=False):
     """The lifetime has failed: cancel its tickets where the engine can (A5)."""
 
     generation: int
 
 
-class Seek(msgspec.Struct, frozen=True):
+class Seek(msgspec.Struct, frozen=True, gc=False):
     """Receiver: find the sender ranks of a lifetime, and say so with ``Route``."""
 
     generation: int
 
 
-class Forget(msgspec.Struct, frozen=True):
+class Forget(msgspec.Struct, frozen=True, gc=False):
     """The lifetime is cleared and no ticket of it is left: the backend may drop what it holds."""
 
     generation: int
 
 
-class Unproven(msgspec.Struct, frozen=True):
+class Unproven(msgspec.Struct, frozen=True, gc=False):
     """Pages of a lifetime were released by limit, without proof (R3)."""
 
     generation: int

@@ -18,7 +18,7 @@ Generation = Annotated[int, Meta(ge=0, le=MAX_ROOM)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
-class RoomMessage(msgspec.Struct, frozen=True):
+class RoomMessage(msgspec.Struct, frozen=True, gc=False):
     """What every message of a room names."""
 
     room: Number
@@ -27,7 +27,7 @@ class RoomMessage(msgspec.Struct, frozen=True):
     sg: Generation
 
 
-class PoolPages(msgspec.Struct, frozen=True):
+class PoolPages(msgspec.Struct, frozen=True, gc=False):
     """A destination's pages for one pool of the sender: little-endian int32 indices, how many prefix pages stand before them, and the
     receiver's pool in which they lie ("": of the same name)."""
 
@@ -37,22 +37,22 @@ class PoolPages(msgspec.Struct, frozen=True):
     into: str = ""
 
 
-class Join(RoomMessage, frozen=True, tag="join"):
+class Join(RoomMessage, frozen=True, gc=False, tag="join"):
     """R to S: I am here; also keep-alive."""
 
 
-class Here(RoomMessage, frozen=True, tag="here"):
+class Here(RoomMessage, frozen=True, gc=False, tag="here"):
     """S to R: a live sender names itself. Only now may a Destination go out."""
 
 
-class Destination(RoomMessage, frozen=True, tag="destination"):
+class Destination(RoomMessage, frozen=True, gc=False, tag="destination"):
     """R to S: pairs the two lifetimes. Its resend asks how it ended."""
 
     pages: tuple[PoolPages, ...] = ()
     n_dest: Annotated[int, Meta(ge=1, le=65536)] = 1
 
 
-class Status(RoomMessage, frozen=True, tag="status"):
+class Status(RoomMessage, frozen=True, gc=False, tag="status"):
     """S to R: a rank's verdict, or that it is TRANSFERRING. With ``sg`` 0: no such room."""
 
     state: KVPoll = KVPoll.FAILED
@@ -60,36 +60,36 @@ class Status(RoomMessage, frozen=True, tag="status"):
     record: Annotated[bytes, Meta(max_length=MAX_RECORD_BYTES)] = b""
 
 
-class Ack(RoomMessage, frozen=True, tag="ack"):
+class Ack(RoomMessage, frozen=True, gc=False, tag="ack"):
     """R to S: the verdict was taken, and whether by the receiver it was meant for."""
 
     live: bool = False
 
 
-class Abort(RoomMessage, frozen=True, tag="abort"):
+class Abort(RoomMessage, frozen=True, gc=False, tag="abort"):
     """R to S: this lifetime has failed; also the question "drained?"."""
 
     reason: Reason | None = None
 
 
-class Which(RoomMessage, frozen=True, tag="which"):
+class Which(RoomMessage, frozen=True, gc=False, tag="which"):
     """S to R: a live sender answers an Abort that does not name it."""
 
 
-class Drained(RoomMessage, frozen=True, tag="drained"):
+class Drained(RoomMessage, frozen=True, gc=False, tag="drained"):
     """S to R: R2 holds for the pair; ``expired``: a ticket of it was given up without proof."""
 
     expired: bool = False
 
 
-class Layers(RoomMessage, frozen=True, tag="layers"):
+class Layers(RoomMessage, frozen=True, gc=False, tag="layers"):
     """S to R: these layers are complete for all pages announced so far. ``step`` grows; neither kept nor acknowledged."""
 
     step: Count = 0
     layers: Annotated[tuple[Count, ...], Meta(max_length=4096)] = ()
 
 
-class Relay(RoomMessage, frozen=True, tag="relay"):
+class Relay(RoomMessage, frozen=True, gc=False, tag="relay"):
     """S to R: another rank of your group has failed; sent to those that keep this rank's success (T5)."""
 
     reason: Reason | None = None

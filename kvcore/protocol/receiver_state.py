@@ -13,7 +13,7 @@ from kvcore.protocol.messages import Abort, Destination, Join, PoolPages
 from kvcore.states import KVPoll, Reason, RoomId
 
 
-class Source(msgspec.Struct, frozen=True):
+class Source(msgspec.Struct, frozen=True, gc=False):
     """One expected sender rank. ``sg`` is 0 until it answered the join; ``state`` is its verdict (SUCCESS is final)."""
 
     party: Party
@@ -25,7 +25,7 @@ class Source(msgspec.Struct, frozen=True):
     """Those it said last are complete, and how many of its tickets had ended then."""
 
 
-class Life(msgspec.Struct, frozen=True):
+class Life(msgspec.Struct, frozen=True, gc=False):
     """A stored lifetime. ``pages`` is None until ``receive``; ``sources`` is empty until the route is known."""
 
     generation: int
@@ -54,7 +54,7 @@ class Life(msgspec.Struct, frozen=True):
         return None
 
 
-class Drain(msgspec.Struct, frozen=True):
+class Drain(msgspec.Struct, frozen=True, gc=False):
     """A sender rank that must hear of a failed lifetime; with ``published`` the ``pages`` wait for its Drained.
 
     ``asking`` ends when it said "expired": then only a fence or ``quarantine_s`` ends the wait.
@@ -69,14 +69,14 @@ class Drain(msgspec.Struct, frozen=True):
     asking: bool = True
 
 
-class Unrouted(msgspec.Struct, frozen=True):
+class Unrouted(msgspec.Struct, frozen=True, gc=False):
     """A lifetime that failed before its sender ranks were known."""
 
     rg: int
     reason: Reason
 
 
-class Receiver(msgspec.Struct, frozen=True):
+class Receiver(msgspec.Struct, frozen=True, gc=False):
     """All that one decode rank, ``rank`` of its group, knows of one room."""
 
     room: RoomId

@@ -13,7 +13,7 @@ from kvcore.protocol.messages import PoolPages, Status
 from kvcore.states import KVPoll, Reason, RoomId
 
 
-class Dest(msgspec.Struct, frozen=True):
+class Dest(msgspec.Struct, frozen=True, gc=False):
     """A bound destination rank. ``ok`` counts its tickets that ended well, ``ready`` are the layers it was told of last; ``done``: success
     was said (final)."""
 
@@ -26,7 +26,7 @@ class Dest(msgspec.Struct, frozen=True):
     expired: bool = False
 
 
-class Life(msgspec.Struct, frozen=True):
+class Life(msgspec.Struct, frozen=True, gc=False):
     """A stored lifetime. ``chunks`` counts the chunks with pages, ``pages`` says how many pages of each pool they have (in the layer with
     the fewest, and with the most); ``n_dest`` is 0 until it is named. ``layered``: layers of the chunks that are of some only; ``full``:
     layers of which all pages so far are handed over, once there is such a chunk."""
@@ -85,7 +85,7 @@ class Life(msgspec.Struct, frozen=True):
         return Pair(dest.party.instance, dest.rg, self.generation)
 
 
-class Word(msgspec.Struct, frozen=True):
+class Word(msgspec.Struct, frozen=True, gc=False):
     """A verdict that its receiver has not acknowledged."""
 
     pair: Pair
@@ -94,7 +94,7 @@ class Word(msgspec.Struct, frozen=True):
     record: bytes = b""
 
 
-class Mark(msgspec.Struct, frozen=True):
+class Mark(msgspec.Struct, frozen=True, gc=False):
     """An end that some destination ranks do not know of: those not in ``met``. It refuses joins while it is the last lifetime here."""
 
     generation: int
@@ -104,7 +104,7 @@ class Mark(msgspec.Struct, frozen=True):
     refuses: bool = True
 
 
-class Flight(msgspec.Struct, frozen=True):
+class Flight(msgspec.Struct, frozen=True, gc=False):
     """Tickets of one pair that are not over: running, or stuck (quarantined). ``asked``: the receiver waits for
     Drained; ``expired``: a ticket was given up without proof."""
 
@@ -115,7 +115,7 @@ class Flight(msgspec.Struct, frozen=True):
     expired: bool = False
 
 
-class Sender(msgspec.Struct, frozen=True):
+class Sender(msgspec.Struct, frozen=True, gc=False):
     """All that one prefill rank, ``rank`` of its group, knows of one room."""
 
     room: RoomId
