@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,11 @@ class Share:
     remote_stride: U64
     length: U64
     whole: bool
+    straight: bool = field(init=False)
+    """Each row leads to the region in the same place."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "straight", bool(np.array_equal(self.local_region, self.remote_region)))
 
     def __len__(self) -> int:
         return self.length.size
@@ -54,8 +59,7 @@ class Share:
 
     def is_all(self, regions_here: int, regions_there: int) -> bool:
         """Whether it is all of each page, from every region to the one in the same place."""
-        alike = self.whole and len(self) == regions_here == regions_there
-        return alike and bool((self.local_region == self.remote_region).all())
+        return self.whole and self.straight and len(self) == regions_here == regions_there
 
     @property
     def remote_rows(self) -> U64:

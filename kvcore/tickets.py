@@ -99,7 +99,8 @@ def transfers(entry: Entry, local: Layout, peer: PeerView, capabilities: Capabil
         if source in entry.chunk.pages:
             mine, first = entry.chunk.pages[source], entry.chunk.offset[source]
             pages[pool] = mine, theirs[first : first + mine.size]
-    check(local, peer.layout, pages)
+    if any(mine.size != theirs.size for mine, theirs in pages.values()):  # ours were checked when they were handed over, theirs just now
+        check(local, peer.layout, pages)
     return _transfers(entry, local, peer, capabilities, pages)
 
 
