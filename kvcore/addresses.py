@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import logging
 import re
@@ -68,6 +69,11 @@ def parse(text: str, what: str, *, any_port: bool = False) -> Address:
     """
     if not isinstance(text, str):
         raise _refusal(what, text, "not a string", _FORM)
+    return _parse(text, what, any_port)
+
+
+@functools.lru_cache(1024)  # every receiver names its prefill's
+def _parse(text: str, what: str, any_port: bool) -> Address:
     bracketed = text.startswith("[")
     host, colon, port = text[1:].rpartition("]:") if bracketed else text.rpartition(":")
     if not colon or not _PORT.fullmatch(port):

@@ -37,6 +37,8 @@ class TransferMetrics:
 class Meter:
     """Collects one room's figures. Written by one thread at a time; a read may be slightly behind."""
 
+    __slots__ = ("_active_s", "_began", "_ended", "_in_flight", "_opened", "_since", "bytes", "chunks", "listed_bytes", "pages")
+
     def __init__(self, opened: float) -> None:
         self._opened = opened
         self._began: float | None = None

@@ -45,8 +45,14 @@ class PrefillGroup(NamedTuple):
 NOWHERE = PrefillGroup()
 
 
-@dataclass(eq=False)
-class Room:
+class _Referable:
+    """What ``dataclass`` adds from Python 3.11 on: slots, and a place for weak references."""
+
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(eq=False, slots=True)
+class Room(_Referable):
     """One lifetime of a room on one side, shared by its handle, the table and the ledger. Only the table replaces ``life``."""
 
     id: RoomId

@@ -93,6 +93,7 @@ BOUNDED = {
     f"{TABLE}.flight._ring[].what.parties": 32_768,
     f"{CORE}._metrics._counts": 40,  # by code and port
     f"{CORE}._metrics._sums": 4,  # by side
+    "kvcore.addresses._parse": 1024,
     "kvcore.mapping._pairs": 1024,  # by layouts, sizes and turn
     "kvcore.mapping._writers": 1024,
     "backend._fences": 1024,  # the newest of the peers that were fenced
@@ -331,7 +332,8 @@ def in_a_module(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def in_each_room(monkeypatch: pytest.MonkeyPatch) -> str:
-    return _note_changes(monkeypatch, lambda _owner, room: setattr(room, "notes", [0] * 50))("manager._core.table._records[].notes")
+    grown = "layer_sources"
+    return _note_changes(monkeypatch, lambda _owner, room: setattr(room, grown, [0] * 50))(f"manager._core.table._records[].{grown}")
 
 
 def for_each_peer(monkeypatch: pytest.MonkeyPatch) -> str:
