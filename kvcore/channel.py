@@ -287,10 +287,12 @@ class Channel:
             self._look_at = now + IDLE_S
             self._descriptors.look(self._wake_read)
         if now >= self._wake_at:
-            self._wake_at = math.inf  # what is armed from now on may come too late for the answer
-            wanted = self._on_tick(now)
-            with self._wake_lock:
-                self._wake_at = min(self._wake_at, now + IDLE_S if wanted is None else min(wanted, now + IDLE_S))
+            self._wake_at, wanted = math.inf, None  # what is armed from now on may come too late for the answer
+            try:
+                wanted = self._on_tick(now)
+            finally:
+                with self._wake_lock:
+                    self._wake_at = min(self._wake_at, now + IDLE_S if wanted is None else min(wanted, now + IDLE_S))
         wait_ms = 0 if self._calls or self._again else max(0, int((self._wake_at - now) * 1000) + 1)
         self.pulse.rests()
         came = self._poller.poll(wait_ms)

@@ -154,8 +154,8 @@ class Ledger:
             self._rest(now - idle_since, failed)
 
     def _rest(self, quiet_s: float, failed: bool) -> None:
-        """Sleep ever longer while tickets run; without any, until something comes. Never spins: whoever else wants the interpreter would
-        wait for it until a switch is forced, which takes 5 ms."""
+        """Sleep ever longer while tickets run, unless something has just moved; without any, until something comes. Never spins: whoever
+        else wants the interpreter would wait for it until a switch is forced, which takes 5 ms."""
         shortest, longest = SHORTEST_WAIT_S if self._entries else SHORTEST_LISTEN_S, LONGEST_WAIT_S if self._flowing else LONGEST_LISTEN_S
         pause: float | None = min(max(quiet_s / 32, shortest), longest)
         if self._at_rest():
@@ -164,7 +164,8 @@ class Ledger:
             pause = LONGEST_WAIT_S if held is None else None
         if not failed:
             self.pulse.rests()
-        self._bell.sleep(pause)
+        if quiet_s > 0:
+            self._bell.sleep(pause)
 
     def _at_rest(self) -> bool:
         """Whether nothing changes here by itself. What only a fence can end needs no turns."""

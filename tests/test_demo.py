@@ -361,7 +361,8 @@ def test_the_demo_moves_a_real_models_pages_and_every_token_is_equal(backend: st
         assert not any(found["stores"][side].values())
 
 
-@pytest.mark.parametrize("page_size", ["1", pytest.param("64", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", ["1", "64"])
 def test_the_demo_holds_for_other_page_sizes_and_own_prompts(page_size: str, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("x\nshort\n" + "a long line of more than two chunks, " * 6, encoding="utf-8")

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
+import pytest
 from kvcore_conformance.stage.driver import free_port
 
 from tests.helpers import ROOT
@@ -102,6 +103,7 @@ def test_the_observer_sees_states_transfers_and_peers() -> None:
         assert line in text, text
 
 
+@pytest.mark.slow
 def test_a_model_goes_on_in_another_process() -> None:
     port = str(free_port())
     with ExitStack() as stack:

@@ -325,7 +325,7 @@ def test_a_run_that_is_ended_leaves_no_report_of_an_earlier_one(tmp_path: Path) 
     assert list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.mark.parametrize("name", [*FILES, "junit.xml"])
+@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.slow) for name in FILES), "junit.xml"])
 def test_a_report_that_cannot_be_written_fails_the_run_and_leaves_the_verdict(tmp_path: Path, name: str) -> None:
     full = A2.replace("pass", f"import os; os.symlink('/dev/full', 'out/{name}')")
     ran = run(tmp_path, "--junitxml=out/junit.xml", conftest=TWO_RULES, test_s=S1, test_a=full)
