@@ -42,6 +42,9 @@ class Engine:
     def __init__(self) -> None:
         self.script: deque[object] = deque()
         self.transfers: list[Transfer] = []
+        self.threads: list[str] = []
+        self.large = threading.Event()
+        """That transfers of more than 512 bytes wait for."""
         self.states: dict[int, object] = {}
         self.polls = 0
         self.aborted: list[Ticket] = []
@@ -51,6 +54,9 @@ class Engine:
 
     def kvcore_transfer(self, *, transfer: Transfer) -> object:
         self.transfers.append(transfer)
+        self.threads.append(threading.current_thread().name.partition("-worker")[0])
+        if transfer.nbytes > 512:
+            self.large.wait(5)
         answer = self.script.popleft() if self.script else len(self.transfers)
         if isinstance(answer, BaseException):
             raise answer
@@ -79,6 +85,7 @@ class Engine:
 class PeerOf:
     layout: Layout
     heard: bool = True
+    poisoned: bool = False
 
     def shares(self, room: int) -> Mapping[str, Share]:
         return whole([place.geometry for place in self.layout.pools.values()])
@@ -145,6 +152,28 @@ def test_a_transfer_that_has_ended_already_needs_no_poll(bench: Bench) -> None:
     bench.engine.script.append(DONE)
     bench.start()
     assert bench.wait()[0].ok and bench.engine.polls == 0
+
+
+@pytest.mark.parametrize("bench", [Capabilities(blocking=True, quick_bytes=256)], indirect=True)
+def test_b6_a_quick_transfer_of_an_engine_that_blocks_needs_a_worker_only_while_one_is_busy(bench: Bench) -> None:
+    bench.engine.script.append(RETRY)
+    bench.start([0, 2])
+    wait_until(lambda: bench.ledger.tickets == 1 and len(bench.engine.transfers) == 2)
+    assert bench.engine.threads == ["kvcore-progress"] * 2, "what has to wait is posted again"
+    bench.start(range(6), chunk=2)
+    wait_until(lambda: len(bench.engine.transfers) == 3)
+    bench.start([7], chunk=3)
+    stays(lambda: len(bench.engine.transfers) == 3, 0.05)
+    bench.engine.large.set()
+    wait_until(lambda: len(bench.engine.transfers) == 4)
+    assert bench.engine.threads[2:] == ["kvcore"] * 2
+    bench.engine.states.update(dict.fromkeys((1, 2, 3, 4), DONE))
+    assert all(end.ok for end in bench.wait(3))
+    bench.start([7], chunk=4)
+    wait_until(lambda: len(bench.engine.transfers) == 5)
+    assert bench.engine.threads[4] == "kvcore-progress"
+    bench.engine.states[5] = DONE
+    bench.wait(4)
 
 
 @pytest.mark.parametrize("bench", [Capabilities(max_descriptors=1), Capabilities(max_bytes=64)], indirect=True)
