@@ -417,8 +417,8 @@ def kvcore_transfer(self, transfer):
     ("body", "said"),
     [
         (LYING, "pages have arrived with wrong bytes; try: kvcore doctor mine"),
-        (LATE, "pages have arrived with wrong bytes; try: kvcore doctor mine"),
-        (REFUSING, "link down"),
+        pytest.param(LATE, "pages have arrived with wrong bytes; try: kvcore doctor mine", marks=pytest.mark.slow),
+        pytest.param(REFUSING, "link down", marks=pytest.mark.slow),
     ],
     ids=["not sent", "overwritten while nobody used it", "failed"],
 )

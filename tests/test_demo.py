@@ -245,6 +245,7 @@ def test_workers_end_with_their_driver() -> None:
     driver.communicate(timeout=8)  # the pipe ends when the last process that holds it has ended
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_says_why_in_one_line(tmp_path: Path) -> None:
     ended = demo("--model", str(tmp_path))
     assert (ended.returncode, ended.stdout) == (1, "")

@@ -60,9 +60,9 @@ COMPLETE = (
 )
 
 BOUNDED = (
-    Plan(LINKS_2, 60_000),
-    Plan(TWO_ABORT, 60_000),
-    Plan(TWO_ALL, 50_000),
+    Plan(LINKS_2, 25_000),
+    Plan(TWO_ABORT, 30_000),
+    Plan(TWO_ALL, 30_000),
     Plan(TWO_RESTART, 15_000),
     Plan(plain("two lifetimes a side, links that lose", requests=2, links=1), 20_000),
     Plan(SENDERS, 25_000),
@@ -70,7 +70,7 @@ BOUNDED = (
     Plan(Scope("2 senders, 1 receiver, everything", senders=2, reject=True, restart=True), 15_000),
     Plan(Scope("1 sender, 2 receivers, everything", receivers=2, reject=True, restart=True), 15_000),
     Plan(plain("2 senders, 2 receivers, clear", senders=2, receivers=2, abort=False), 10_000),
-    Plan(RELAYS, 60_000),
+    Plan(RELAYS, 30_000),
     Plan(plain("2 senders, 1 receiver, two lifetimes", senders=2, requests=2, abort=False), 10_000),
     Plan(plain("1 sender, 2 receivers, two lifetimes", receivers=2, requests=2, abort=False), 10_000),
 )
