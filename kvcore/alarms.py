@@ -6,7 +6,7 @@ comparing rooms and timers by value costs more than all the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -14,6 +14,9 @@ from kvcore.protocol.events import Timer
 from kvcore.timers import Timers
 
 Owner = TypeVar("Owner")
+
+FEW = 8
+"""Up to so many are looked for one by one, which costs less than hashing them. A room has thousands where as many chunks are stuck."""
 
 
 @dataclass(eq=False, slots=True)
@@ -38,12 +41,14 @@ class Alarms(Generic[Owner]):
     def run(self, owner: Owner, armed: Armed[Owner], wanted: tuple[Timer, ...], now: float) -> Armed[Owner]:
         """Run exactly the ``wanted`` limits of an owner, of which some may be ``armed`` since before; returns what is armed now."""
         kept = []
+        few = len(armed) + len(wanted) <= FEW
+        expected: Collection[Timer | None] = wanted if few else frozenset(wanted)
         for alarm in armed:
-            if alarm.timer in wanted:
+            if alarm.timer in expected:
                 kept.append(alarm)
             else:
                 self.timers.cancel(alarm)
-        known = [alarm.timer for alarm in kept]
+        known: Collection[Timer | None] = [alarm.timer for alarm in kept] if few else {alarm.timer for alarm in kept}
         for timer in wanted:
             delay = self._limits[timer.limit]
             if timer not in known:

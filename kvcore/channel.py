@@ -75,7 +75,7 @@ class Channel:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
-        self._woken = self._again = False
+        self._woken = self._again = self._resting = self._tick_soon = False
         self._ident: int | None = None
         self._wake_lock = threading.RLock()  # a handle may be collected, and wake this, in the middle of a wake
         self._stopping = threading.Event()
@@ -143,7 +143,7 @@ class Channel:
 
     def wake(self) -> None:
         """Have the loop take a turn soon."""
-        if threading.get_ident() == self._ident:  # it is awake
+        if threading.get_ident() == self._ident and not self._resting:  # as it is where a handle is collected just before it sleeps
             self._again = True
             return
         if self._woken:
@@ -163,6 +163,11 @@ class Channel:
             with self._wake_lock:
                 self._wake_at = min(when, self._wake_at)
             self.wake()
+
+    def tick_soon(self) -> None:
+        """Have ``on_tick`` called in the next turn. From anywhere, a finalizer too."""
+        self._tick_soon = True
+        self.wake()
 
     def stop(self, timeout_s: float) -> bool:
         """Send what is queued, close all sockets and end the thread; True if it ended. Idempotent."""
@@ -275,7 +280,8 @@ class Channel:
             except Exception:
                 self._failures.note("turn", "the control thread goes on after an error")
                 self._stopping.wait(PAUSE_S)  # what is broken for good must not keep it busy
-        self._take_calls()
+        for _ in range(0, len(self._calls), MOST_CALLS):
+            self._take_calls()
         self._close_sockets()
 
     def _turn(self) -> None:
@@ -286,17 +292,21 @@ class Channel:
         if now >= self._look_at:
             self._look_at = now + IDLE_S
             self._descriptors.look(self._wake_read)
-        if now >= self._wake_at:
-            self._wake_at, wanted = math.inf, None  # what is armed from now on may come too late for the answer
+        if self._tick_soon or now >= self._wake_at:
+            self._wake_at, self._tick_soon, next_s = math.inf, False, PAUSE_S  # what is armed from now on may come too late for the answer
             try:
                 wanted = self._on_tick(now)
-            finally:
-                with self._wake_lock:
-                    self._wake_at = min(self._wake_at, now + IDLE_S if wanted is None else min(wanted, now + IDLE_S))
+                next_s = IDLE_S if wanted is None else min(wanted - now, IDLE_S)
+            except Exception:
+                self._failures.note("tick", "the control thread could not do all that was due; it goes on, and tries again")
+            with self._wake_lock:
+                self._wake_at = min(self._wake_at, now + next_s)
+        self._resting = True
         wait_ms = 0 if self._calls or self._again else max(0, int((self._wake_at - now) * 1000) + 1)
         self.pulse.rests()
         came = self._poller.poll(wait_ms)
         self.pulse.began()
+        self._resting = False
         broken = None
         for ready, _ in came:
             if ready == self._wake_read:

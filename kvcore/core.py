@@ -303,7 +303,7 @@ class Core:
     def collect(self, room: Room) -> None:
         """A handle was garbage-collected without ``clear`` (C8). May run anywhere, so it only notes it."""
         self._collected.append(room)
-        self.channel.wake_by(0.0)
+        self.channel.tick_soon()
 
     def _clear_collected(self, room: Room) -> None:
         if room.cleared:

@@ -23,6 +23,9 @@ MOST_ENTRIES = 32_768
 """Entries of one manager; of more the oldest goes. A room takes about twenty."""
 
 
+Life = sender_state.Life | receiver_state.Life
+
+
 class Entry(msgspec.Struct, frozen=True, gc=False):
     """One thing that happened to a room: at a monotonic time, and what, as text or as the event that tells it; what was done about it;
     and the state that it brought, in words ("": none)."""
@@ -72,7 +75,7 @@ class FlightRecord:
             if type(effect) is ev.Send and type(effect.message) in _HEAVY_MESSAGES:
                 effects = tuple(map(_lightened, effects))
                 break
-        entry = Entry(self._clock(), side, room, what, effects, news)
+        entry = Entry(self._clock(), side, room, what, effects, news[: 2 * MOST_REASON])
         self._ring.append(entry)
         self._rooms.setdefault((side, room), []).append(entry)
         if len(self._ring) > MOST_ENTRIES:
@@ -99,6 +102,13 @@ class FlightRecord:
             for entry in found
             for text in entry.texts
         ]
+
+
+def news(old: Life | None, new: Life | None) -> str:
+    """What a step has made of a lifetime's state, in words; "" if nothing."""
+    if new is None or (old is not None and new.state is old.state and new.generation == old.generation):
+        return ""
+    return f"{new.state.name}: {new.reason}" if new.reason is not None else new.state.name
 
 
 def kept(state: sender_state.Sender | receiver_state.Receiver) -> list[str]:

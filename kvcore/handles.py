@@ -55,8 +55,9 @@ class Handle:
 
     def __del__(self) -> None:
         """Collected without ``clear`` (C8)."""
-        if not self._room.cleared:
-            self._owner.collect(self._room)
+        room = getattr(self, "_room", None)  # none, if it was never made
+        if room is not None and not room.cleared:
+            self._owner.collect(room)
 
     @property
     def room(self) -> int:

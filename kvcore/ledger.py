@@ -28,8 +28,7 @@ from kvcore.states import FailureCode, Reason, RoomKey
 from kvcore.tickets import Entry, Incoming, Part, PeerView, transfers
 from kvcore.workers import STUCK_PER_WORKER, Job, Workers
 
-SHORTEST_WAIT_S = 0.00005
-LONGEST_WAIT_S = 0.02
+SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.00005, 0.02
 SHORTEST_LISTEN_S, LONGEST_LISTEN_S = 0.0003, 0.2  # of a target that must work; the longest while no sender has said that it writes
 LAST_RETRY_S = 0.1
 LANE_PARTS = 2  # of a ticket at once, so that a lane never waits for the next
@@ -198,12 +197,12 @@ class Ledger:
         return moved
 
     def _post(self, entry: Entry, now: float) -> bool:
-        """Hand the engine what may be read now; True if something was."""
-        posted = False
-        while (part := self._next_part(entry, now)) is not None:
+        """Hand the engine what may be read now, of one that blocks a little at a time; True if something was."""
+        posted = 0
+        while (posted < LANE_PARTS or not self._capabilities.blocking) and (part := self._next_part(entry, now)) is not None:
             self._submit(entry, part)
-            posted = True
-        return posted
+            posted += 1
+        return posted > 0
 
     def _next_part(self, entry: Entry, now: float) -> Part | None:
         """What can be posted next, of a chunk whose pages are filled (T4). In a lane one part waits while one runs."""
@@ -242,7 +241,7 @@ class Ledger:
 
     def _submit(self, entry: Entry, part: Part) -> None:
         entry.running.append(part)
-        if self._capabilities.blocking and not (part.nbytes <= (self._capabilities.quick_bytes or 0) and self.workers.idle):
+        if self._capabilities.blocking and not (part.quick(self._capabilities.quick_bytes) and self.workers.idle):
             part.job = Job(entry.pair.peer, lambda: self._work(entry, part))
             return self.workers.put(part.job)
         self._begin(entry, part, self._clock())

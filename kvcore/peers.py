@@ -116,6 +116,7 @@ class Peers:
         self.channel.send(link.route, link.hello, now)
         link.next_hello = now + link.hello_s
         link.hello_s = min(2 * link.hello_s, LAST_HELLO_S)
+        self.channel.wake_by(link.next_hello)
 
     def _refuse_link(self, link: Link, code: FailureCode, text: str) -> None:
         """Give a link up and tell who waits. The next room dials again (P4)."""

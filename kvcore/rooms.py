@@ -18,12 +18,12 @@ from weakref import WeakValueDictionary
 
 from kvcore.alarms import Alarm, Alarms, Armed
 from kvcore.errors import RoomError
-from kvcore.flight import Entry, FlightRecord, kept
+from kvcore.flight import Entry, FlightRecord, kept, news
 from kvcore.logs import SparingLog
 from kvcore.metrics import Meter
 from kvcore.protocol import events as ev, receiver, receiver_state, sender, sender_state
 from kvcore.protocol.messages import Join
-from kvcore.room import NOWHERE, Life, PrefillGroup, Room
+from kvcore.room import NOWHERE, PrefillGroup, Room
 from kvcore.states import KVPoll, RoomId, RoomKey, Side
 
 log = logging.getLogger("kvcore.rooms")
@@ -147,7 +147,7 @@ class RoomTable:
             return []
         entry = None
         if not (before.empty and after.empty):  # what strangers send of rooms that are none is not worth remembering
-            entry = self.flight.note(side, room, event, effects, _news(before.life, after.life))
+            entry = self.flight.note(side, room, event, effects, news(before.life, after.life))
         slot.state, now = after, self._clock()
         if after.life is not before.life:
             self._bring_up_to_date(slot, entry, group, now)
@@ -256,15 +256,24 @@ class RoomTable:
     def tick(self, now: float) -> float | None:
         """Fire what is due; returns when the next timer is. Called by the control thread."""
         with self.lock:
+            failed: Exception | None = None
             for alarm in self._alarms.timers.take_due(now):
-                slot = alarm.owner
-                if alarm.timer is None:
-                    self._resend(slot, alarm, now)
-                elif alarm in slot.limits:  # which what was due before it may have changed
-                    slot.limits = tuple(other for other in slot.limits if other is not alarm)
-                    note = self._outside.why_not_reached(slot.room) if slot.room is not None else ""
-                    self.apply(slot.side, slot.id, ev.Timeout(alarm.timer, note))
+                try:
+                    self._go_off(alarm.owner, alarm, now)
+                except Exception as error:
+                    failed = error  # the others have their turn before
+            if failed is not None:
+                raise failed
             return self._alarms.timers.next_due()
+
+    def _go_off(self, slot: _Slot, alarm: Alarm[_Slot], now: float) -> None:
+        if alarm.timer is None:
+            self._resend(slot, alarm, now)
+        elif alarm in slot.limits:  # which what was due before it may have changed
+            slot.limits = tuple(other for other in slot.limits if other is not alarm)
+            self.apply(
+                slot.side, slot.id, ev.Timeout(alarm.timer, self._outside.why_not_reached(slot.room) if slot.room is not None else "")
+            )
 
     def _resend(self, slot: _Slot, alarm: Alarm[_Slot], now: float) -> None:
         sends = _RESEND[slot.side](slot.state)
@@ -384,10 +393,3 @@ class RoomTable:
                 counts["drain_records"] += len(state.drains)
                 counts["unrouted_aborts"] += len(state.unrouted)
         return counts
-
-
-def _news(old: Life | None, new: Life | None) -> str:
-    """What a step has made of a lifetime's state, in words; "" if nothing."""
-    if new is None or (old is not None and new.state is old.state and new.generation == old.generation):
-        return ""
-    return f"{new.state.name}: {new.reason}" if new.reason is not None else new.state.name

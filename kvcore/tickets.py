@@ -20,6 +20,7 @@ from kvcore.room import Chunk, Room
 from kvcore.workers import Job
 
 FIRST_RETRY_S = 0.001
+QUICK_DESCRIPTORS = 64
 
 
 class PeerView(Protocol):
@@ -57,6 +58,11 @@ class Part:
     """When the call of the backend began; infinite while the engine does not have it."""
     not_before: float = 0.0
     retry_s: float = FIRST_RETRY_S
+
+    def quick(self, quick_bytes: int | None) -> bool:
+        """Whether it needs no worker of an engine that blocks (B6): it is small, and did not have to wait before."""
+        small = self.nbytes <= (quick_bytes or 0) and self.transfer.length.size <= QUICK_DESCRIPTORS
+        return small and not self.not_before
 
 
 @dataclass(eq=False, slots=True)

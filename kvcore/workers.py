@@ -90,7 +90,8 @@ class Workers:
     @property
     def idle(self) -> bool:
         """Whether no job waits, runs, or was written off and has not returned. For who alone puts jobs."""
-        return not (self._lanes or self._running or self._stuck)
+        with self._lock:
+            return not (self._lanes or self._running or self._stuck)
 
     @property
     def healthy(self) -> bool:

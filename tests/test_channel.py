@@ -14,7 +14,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvcore import control_tap
 from kvcore.addresses import Address
-from kvcore.channel import Channel, Route
+from kvcore.channel import MOST_CALLS, Channel, Route
 from kvcore.faults import ControlTap
 from kvcore.wire import MAX_LETTER_BYTES, Letter
 from tests.helpers import duo, wait_until
@@ -30,6 +30,7 @@ class Port:
         self.held = threading.Event()
         self.held.set()
         self.due_in_s: float | None = None
+        self.broken = False
         self.channel = Channel(Address("127.0.0.1", 0), "port", 5.0, self.on_frame, self.on_tick)
 
     def on_frame(self, route: Route, frame: bytes) -> None:
@@ -39,6 +40,8 @@ class Port:
 
     def on_tick(self, now: float) -> float | None:
         self.turns.append(len(self.frames))
+        if self.broken:
+            raise ValueError("an alarm that cannot be served")
         return None if self.due_in_s is None else now + self.due_in_s
 
 
@@ -95,6 +98,29 @@ def test_p5_a_frame_above_the_bound_closes_that_connection_only() -> None:
             good.send(bytes(MAX_LETTER_BYTES))
             wait_until(lambda: len(port.frames) == 3)
             assert len(port.frames[2]) == MAX_LETTER_BYTES and not good_ends.poll(0)
+
+
+def test_c107_an_alarm_that_fails_stops_neither_letters_nor_other_alarms() -> None:
+    with listening() as port, dealer(port) as peer:
+        port.broken = True
+        port.channel.wake_by(0.0)
+        wait_until(lambda: len(port.turns) > 3, what="it is tried again")
+        peer.send(b"served all the same")
+        wait_until(lambda: port.frames == [b"served all the same"])
+        port.broken = False
+        seen = len(port.turns)
+        port.channel.wake_by(time.monotonic() + 0.05)
+        wait_until(lambda: len(port.turns) > seen)
+
+
+def test_all_that_was_queued_is_done_before_the_end() -> None:
+    done: list[int] = []
+    with listening() as port:
+        port.held.clear()
+        port.channel.call(lambda: port.held.wait(10))
+        for number in range(3 * MOST_CALLS + 1):
+            port.channel.call(lambda number=number: done.append(number))  # type: ignore[misc]
+    assert done == list(range(3 * MOST_CALLS + 1))
 
 
 def test_a_peer_that_floods_leaves_other_work_its_turn() -> None:

@@ -61,9 +61,13 @@ class FakeChannel:
     def __init__(self) -> None:
         self.sent: list[tuple[Route, Letter]] = []
         self.bad: list[str] = []
+        self.wake = 0.0
 
     def dial(self, address: Address, curve: str = "") -> Route:
         return Route(SOCKET, address=str(address))
+
+    def wake_by(self, when: float) -> None:
+        self.wake = when
 
     def send(self, route: Route, frame: bytes, now: float) -> bool:
         self.sent.append((route, decode(frame)))

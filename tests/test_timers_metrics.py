@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 from hypothesis import given, strategies as st
 
+from kvcore.alarms import Alarms, Armed
 from kvcore.metrics import COUNTERS, GAUGES, SUMMARIES, Meter, Metrics, TransferMetrics
+from kvcore.protocol.events import Timer
 from kvcore.states import FailureCode, KVPoll
 from kvcore.timers import Timers
 
@@ -171,3 +174,18 @@ def test_the_published_names_are_those_of_the_documentation() -> None:
     }  # fmt: skip
     with pytest.raises(AttributeError):
         TransferMetrics(0, 0, 0, 0.0, 0.0, 0.0).pages = 1  # type: ignore[misc]
+
+
+def test_s8_thousands_of_alarms_of_one_room_are_not_compared_each_with_each() -> None:
+    """A room of many layers whose tickets are all stuck: one alarm more or less with every step."""
+    alarms: Alarms[str] = Alarms({"quarantine_s": 5.0}, lambda when: None)
+    armed: Armed[str] = ()
+    wanted = tuple(Timer("quarantine_s", ("ticket", chunk)) for chunk in range(2000))
+    began = time.thread_time()
+    for count in range(0, 2001, 50):
+        armed = alarms.run("room", armed, wanted[:count], 1.0)
+        assert len(armed) == len(alarms.timers) == count
+    for count in range(2000, -1, -50):
+        armed = alarms.run("room", armed, wanted[:count], 1.0)
+        assert len(armed) == len(alarms.timers) == count
+    assert time.thread_time() - began < 4.0, "each with each takes 20 s and more"

@@ -97,7 +97,7 @@ ROOMS = (
         "a limit that runs anew with every event",
         script.other_events_restart_no_limit,
         "S8",
-        ("alarms", "            if alarm.timer in wanted:\n", "            if False:\n"),
+        ("alarms", "            if alarm.timer in expected:\n", "            if False:\n"),
     ),
     _mutant(
         "a limit taken from another state",

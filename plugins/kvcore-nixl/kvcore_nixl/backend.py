@@ -73,6 +73,7 @@ class NixlBackend:
 
     def __init__(self) -> None:
         self._lock = threading.Condition()  # of the agent, and all that is made with it; re-entrant
+        self._progress = 0  # that thread's number, once it has asked for something
         self._agent: Any = None
         self._engine: Callable[[], object] = lambda: None
         self._registered: list[Any] = []
@@ -174,8 +175,8 @@ class NixlBackend:
     def kvcore_transfer(self, transfer: Transfer) -> Job | TicketState:
         """Post one request. What fails before the post is quiescent; what fails in it is not known to be."""
         with contextlib.ExitStack() as leaving:
-            if not self._lock.acquire(blocking=transfer.nbytes > (ABLE.quick_bytes or 0)):
-                return RETRY  # a quick one may be posted from the progress thread, which waits for nobody
+            if not self._lock.acquire(blocking=threading.get_ident() != self._progress):
+                return RETRY  # the progress thread, which posts quick ones, waits for nobody
             leaving.callback(self._lock.release)
             peer = self._peers.get(transfer.peer)
             if peer is None or peer.leaving or peer.broken:
@@ -190,6 +191,7 @@ class NixlBackend:
     @hookimpl
     def kvcore_poll(self, tickets: Sequence[Job]) -> list[TicketState]:
         """Drive the engine and ask for each request; all are pending while a post copies."""
+        self._progress = threading.get_ident()
         if not self._lock.acquire(blocking=False):
             return [PENDING] * len(tickets)
         try:
