@@ -39,7 +39,7 @@ FAST = ("--speed", "60", "--page-bytes", "1024", "--requests", "20", "--repeats"
 
 
 def sample(seed: int, conversations: int = 12, turns: int = 4) -> str:
-    """Conversations over a minute that share the start of a system's prompt; each turn's input is all that was said before and
+    """Conversations over less than a minute that share the start of a system's prompt; each turn's input is all that was said before and
     something new. As many requests as there are turns, in order of time."""
     chance, names = random.Random(seed), count(2)
     requests = []

@@ -52,7 +52,9 @@ class Raw:
 class Result:
     """Of all requests of all repeats; what is ``…_each`` is of each repeat, and what is beside it their median.
 
-    ``trace_digest``: the same for the same requests only, whatever the file is called. ``queueing_ms``: from a request's arrival until both sides have pages for it. ``transfer_ms``: from then, and from when prefill has
+    ``trace_digest``: the same for the same requests only, whatever the file is called.
+
+    ``queueing_ms``: from a request's arrival until both sides have pages for it. ``transfer_ms``: from then, and from when prefill has
     written them, until decode's scheduler sees SUCCESS. ``total_ms``: from arrival to then, so with what prefill takes to write.
     Percentiles are from 0 to 100. ``good_…``: requests whose total is within the limit. ``skipped_share``: of all pages those that decode
     had. CPU times are without writing and comparing; pages in use and in quarantine are the most at any time. ``raw``: None where the
