@@ -70,7 +70,7 @@ def rooms(
     from kvcore.bench import rooms as module
 
     # both have the pages that are sent, twice; decode has those of all rooms, and compares a copy with what they ought to be
-    afford("--page-bytes", (4 * module.SOURCE_PAGES + 4 * rooms) * page_bytes, rooms=rooms + max(waiting))
+    afford("--rooms, --page-bytes, --waiting", (4 * module.SOURCE_PAGES + 4 * rooms) * page_bytes, rooms=rooms + max(waiting))
     clocks = cast("tuple[module.From, ...]", tuple(one.value for one in measured_from))
     return module.Parameters(rooms, tuple(in_flight), page_bytes, repeats, clocks, tuple(waiting))
 
@@ -89,7 +89,7 @@ def bandwidth(
     from kvcore.bench.bandwidth import Parameters
 
     # both have the pool and what is to be in it, and decode compares a copy
-    afford("--room-bytes", 6 * max(room_bytes, *page_bytes), pages=room_bytes // min(page_bytes))
+    afford("--room-bytes, --page-bytes", 6 * max(room_bytes, *page_bytes), pages=room_bytes // min(page_bytes))
     return Parameters(tuple(page_bytes), room_bytes, repeats, tuple(one.value for one in order))
 
 
@@ -159,7 +159,7 @@ def trace(
     """Play a trace of requests in time: queueing, transfer, goodput, what decode had already. Beside it, the engine alone."""
     if 512 % page_tokens:
         raise typer.BadParameter(f"512, the tokens of a block of the trace, is no multiple of {page_tokens}", param_hint="--page-tokens")
-    afford("--memory", 3 * memory, pages=memory // page_bytes)  # decode copies its pages once for the bare machine
+    afford("--memory, --page-bytes", 3 * memory, pages=memory // page_bytes)  # decode copies its pages once for the bare machine
     from kvcore.bench.trace import Parameters
 
     pages = (page_tokens, page_bytes, memory)

@@ -10,7 +10,7 @@ import typer
 GIB = 1 << 30
 MOST_SHARE = 0.75
 """Of what is available."""
-PAGE_COST = 512
+PAGE_COST = 768
 """Bytes that both sides together take to list and describe one page, beside the page; roughly."""
 ROOM_COST = 8 << 10
 """Bytes that both sides together take for one room; roughly."""
