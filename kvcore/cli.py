@@ -36,7 +36,7 @@ def _run(words: list[str], debug: bool) -> int:
     try:
         import typer
     except ImportError as error:
-        return _fail(f"the command line needs {error.name}, which is not installed; run: pip install kvcore[cli]", FAILED)
+        return _fail(f"the command line needs {error.name}, which is not installed; run: pip install 'kvcore[cli]'", FAILED)
     try:
         result = application()(words, prog_name="kvcore", standalone_mode=False)
     except typer.Abort:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,15 +70,15 @@ JsonFile = Annotated[
 ]
 
 
-def write_json(path: Path | None, value: dict[str, Any]) -> bool:
-    """Write to the file of ``--json``, or to stdout if that is "-"; whether stdout is taken by it."""
-    if path is None:
-        return False
+def tell_json(path: Path | None, value: dict[str, Any], table: Sequence[str]) -> None:
+    """Print the table, or where the file of ``--json`` is "-" the object; then write this to the file. Neither is lost with the other."""
     if str(path) == "-":
-        typer.echo(json.dumps(value, default=str))
-        return True
-    write(path, json.dumps(value, indent=2, default=str) + "\n", "--json")
-    return False
+        return typer.echo(json.dumps(value, default=str))
+    try:
+        typer.echo("\n".join(table))
+    finally:
+        if path is not None:
+            write(path, json.dumps(value, indent=2, default=str) + "\n", "--json")
 
 
 def write(path: Path, text: str, option: str) -> None:

@@ -235,8 +235,9 @@ class Sides(Generic[S]):
     def _died(self, place: Place) -> ToolError:
         process = self._processes[place]
         process.join(STOP_S)
+        killed = "by the kernel for want of memory, if nobody else sent it; " if process.exitcode == -signal.SIGKILL else ""
         return ToolError(
-            f"the {named(place)} process has died ({_ending(process.exitcode)}, doing: {self._doing[place]}); "
+            f"the {named(place)} process has died ({_ending(process.exitcode)}, doing: {self._doing[place]}); {killed}"
             "run again with --debug to see what it last said"
         )
 

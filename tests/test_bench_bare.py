@@ -76,14 +76,15 @@ def test_what_the_wire_takes_is_the_transfer_and_the_messages_of_the_same_turn()
     assert over((1.0, 3.0), (), 4, machine) == ()
 
 
-def test_the_floor_of_local_serves_as_many_writes_as_come_and_stops_when_told() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_the_floor_of_local_serves_as_many_writes_as_come_and_stops_when_told(host: str) -> None:
     buffers = {side: Buffer(CPU, 4, 8) for side in ("prefill", "decode")}
     buffers["prefill"].write(random_pages(3, 4, 8))
     floors, endpoints = {}, {}
     for side, buffer in buffers.items():
         floors[side] = SocketFloor()
         region = Region(buffer.tensor.ctypes.data, buffer.tensor.nbytes)
-        context = OpenContext(side, side, 0, "127.0.0.1", "127.0.0.1", None)  # type: ignore[arg-type]
+        context = OpenContext(side, side, 0, host, host, None)  # type: ignore[arg-type]
         endpoints[side] = floors[side].open(None, context, [region])  # type: ignore[arg-type]
     floors["prefill"].connect(Peer("decode", endpoints["decode"], (), ()))  # type: ignore[arg-type]
     stop = threading.Event()

@@ -22,7 +22,7 @@ from kvcore.bench.prefix_cache import Lease, PrefixCache
 from kvcore.bench.replay import Decode, Prefill
 from kvcore.bench.scheduler import Parameters, Played
 from kvcore.bench.setup import Address, Setup
-from kvcore.bench.trace_file import Request, read
+from kvcore.bench.trace_file import Request, digest, read
 from kvcore.bench.waiting import Opener
 from kvcore.buffers import Buffer
 from kvcore.progress import unwatched
@@ -39,7 +39,7 @@ FAST = ("--speed", "60", "--page-bytes", "1024", "--requests", "20", "--repeats"
 
 
 def sample(seed: int, conversations: int = 12, turns: int = 4) -> str:
-    """Conversations over a minute that share the start of a system's prompt; each turn's input is all that was said before and
+    """Conversations over less than a minute that share the start of a system's prompt; each turn's input is all that was said before and
     something new. As many requests as there are turns, in order of time."""
     chance, names = random.Random(seed), count(2)
     requests = []
@@ -108,6 +108,20 @@ def test_requests_are_in_order_of_time_from_the_first_on(tmp_path: Path) -> None
     path.write_text("\n" + path.read_text(encoding="utf-8") + "\n \n", encoding="utf-8")
     found = read(path, 3)
     assert [(one.arrival_s, one.input_tokens) for one in found] == [(0.0, 2), (0.5005, 1), (0.5005, 3)]
+
+
+def test_a_digest_is_that_of_what_is_played(tmp_path: Path) -> None:
+    path = written(tmp_path, line(0, 512, 7, more=1), line(5, 600, 7, 8))
+    same = path.rename(tmp_path / "other.jsonl")
+    played = digest(read(same, 2))
+    assert played == digest(read(written(tmp_path, line(100, 512, 1), line(105, 600, 1, 2)), 9))
+    others = [
+        (line(0, 512, 7), line(6, 600, 7, 8)),
+        (line(0, 512, 7), line(5, 600, 8, 8)),
+        (line(0, 512, 7), line(5, 601, 7, 8)),
+        (line(0, 512, 7),),
+    ]
+    assert len({played, *(digest(read(written(tmp_path, *lines), 9)) for lines in others)}) == 5
 
 
 @pytest.mark.parametrize(
@@ -264,7 +278,7 @@ def test_what_decode_had_already_is_skipped_and_all_else_is_sent(tmp_path: Path)
     """The sample within a twentieth of a second, so that many are under way at a time, and its requests once more when they are over."""
     path, lines = tmp_path / "trace.jsonl", SAMPLE.read_text(encoding="utf-8").splitlines(keepends=True)
     path.write_text("".join(lines) + "".join(json.dumps(json.loads(text) | {"timestamp": 2_000_000}) + "\n" for text in lines))
-    parameters = Parameters(str(path), speed=1000, page_tokens=32, page_bytes=512, repeats=1)
+    parameters = Parameters(path, speed=1000, page_tokens=32, page_bytes=512, repeats=1)
     (played,), floor = trace.play(Setup("local"), parameters, read(path, 1000), unwatched)
     prefill, decode = played["prefill"], played["decode"]
     sent, pages = [moved.size for moved in decode.moved], pages_of(path, 32)
@@ -278,7 +292,7 @@ def test_what_decode_had_already_is_skipped_and_all_else_is_sent(tmp_path: Path)
 
 def test_where_memory_is_short_requests_queue_and_what_is_not_used_makes_room() -> None:
     short = 2 * max(pages_of(SAMPLE, 64))
-    parameters = Parameters(str(SAMPLE), speed=200, page_bytes=512, memory_bytes=512 * short, limit_ms=1e-3, repeats=1)
+    parameters = Parameters(SAMPLE, speed=200, page_bytes=512, memory_bytes=512 * short, limit_ms=1e-3, repeats=1)
     requests = read(SAMPLE, 1000)
     (played,), floor = trace.play(Setup("local"), parameters, requests, unwatched)
     found = trace.result(parameters, requests, [played], floor.bare)
@@ -304,7 +318,7 @@ def test_figures_are_those_of_the_times() -> None:
     there = Played(np.array([0.2, 1.0, 2.4, 3.0]), np.array([0.3, 1.5, 2.5, 4.0]), [page, page, none, page], 9, 2, 0.8)
     again = Played(there.placed_s, there.complete_s + 1.0, there.moved, 5, 0, 1.6)
     alone = Figures("fast", {"fast": 9.0}, (10.0, 5.0), {"prefill": (0.3, 0.9), "decode": (3.0, 9.0)}, (60.0, 80.0))
-    parameters = Parameters("t", speed=10, page_tokens=512, page_bytes=100, limit_ms=500.0)
+    parameters = Parameters(Path("t"), speed=10, page_tokens=512, page_bytes=100, limit_ms=500.0)
     repeats: list[dict[Side, Played]] = [{"prefill": here, "decode": there}, {"prefill": here, "decode": again}]
     found = trace.result(parameters, requests, repeats, Bare(0.1, (0.1,), None, ()), alone)
     assert (found.queueing_ms_median, found.queueing_ms_max) == (pytest.approx(300.0), pytest.approx(500.0))
@@ -360,7 +374,7 @@ def test_a_trace_is_told_in_a_table_also_without_an_engine_alone(
 def test_pages_are_used_again_only_when_their_room_is_release_safe(kind: type[Prefill | Decode], handle: type[Handle]) -> None:
     """Two requests, memory for one of them, rooms that are over at once and not safe for long."""
     requests = [Request(0.0, 1024, 1, (0, 1)), Request(0.0, 1024, 1, (2, 3))]
-    parameters = Parameters("t", speed=1e6, page_tokens=512, page_bytes=64, memory_bytes=3 * 64)
+    parameters = Parameters(Path("t"), speed=1e6, page_tokens=512, page_bytes=64, memory_bytes=3 * 64)
     rooms = [Mock(handle, prefix_pages={"kv": 0}, **{"is_release_safe.return_value": False}) for _ in requests]
     states = dict.fromkeys(rooms, KVPoll.WAITING_FOR_INPUT)
     mine = Mock(**{"poll_all.side_effect": lambda handles: [states[one] for one in handles]})
@@ -432,7 +446,7 @@ def test_what_goes_wrong_fails_the_measurement(
 
 def test_a_room_that_gets_nowhere_fails_the_measurement_after_the_time_that_was_given() -> None:
     requests = [Request(0.0, 512, 1, (0,))]
-    settings = (Setup("local", patience_s=0.2), Parameters("t", page_tokens=512, page_bytes=64, memory_bytes=64 * 32), requests)
+    settings = (Setup("local", patience_s=0.2), Parameters(Path("t"), page_tokens=512, page_bytes=64, memory_bytes=64 * 32), requests)
     with duo() as pair:
         opener = Opener(pair.decode, "decode", Mock(**{"hear.return_value": Address(pair.prefill.address)}))
         decode = Decode(opener, pair.decode, Buffer(frozenset({"cpu"}), 32, 64), settings, attempt=0)

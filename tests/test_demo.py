@@ -326,7 +326,7 @@ def test_help_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_typer_the_command_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "typer", None)
     assert cli.run(["demo"]) == 1
-    assert capsys.readouterr().err == "kvcore: the command line needs typer, which is not installed; run: pip install kvcore[cli]\n"
+    assert capsys.readouterr().err == "kvcore: the command line needs typer, which is not installed; run: pip install 'kvcore[cli]'\n"
 
 
 def test_without_torch_the_demo_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

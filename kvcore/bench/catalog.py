@@ -81,9 +81,11 @@ MEASUREMENTS = {
         "kill",
         ("struck", "signal", "stage"),
         "How long it takes until the rooms of one side have failed with a reason after the other side's process was killed (SIGKILL) or "
-        "fell silent (SIGSTOP): until a thread that waits for the room has seen FAILED. A third of the rooms are open on both sides, a "
-        "third are also published, and of a third a first chunk has been moved.",
+        "fell silent (SIGSTOP): until a thread that waits for the room has seen FAILED. As many rooms are at each of three stages: joined, "
+        "which is open on both sides with nothing published yet; published, so that prefill knows decode's pages, with nothing handed over "
+        "yet; and transferring, of which a first chunk has been moved and the last is to come.",
         (
+            "The liveness limit (liveness_s) counts from the last message that the side sent before it was struck, not from the signal.",
             "That a process is gone is seen on the same host before the liveness limit; across hosts there is only its silence, for which "
             "a process stands here that is stopped.",
             SPREAD,

@@ -14,7 +14,9 @@ from kvcore.bench.report import SCHEMA, Figure, Report, figures, read
 from kvcore.sides import ToolError
 
 Verdict = Literal["better", "worse", "alike", "unknown"]
-"""Of B beside A: alike if 1 lies within the spread of their ratio; unknown without repeats."""
+"""Of B beside A: alike if 1 lies within the spread of their ratio; unknown with few repeats."""
+FEWEST_REPEATS = 5
+"""Of either, for a verdict: the spread that fewer leave is too narrow, and would tell chance as a difference too often."""
 DRAWS = 2000
 """Of repeats, with replacement, for the spread of a ratio."""
 
@@ -87,10 +89,11 @@ def ratio(a: Figure, b: Figure) -> Ratio:
     plain = b.value / a.value if a.value else None
     if min(len(a.each), len(b.each)) < 2 or not all(a.each):
         return Ratio(a.name, a.value, b.value, plain, None, None, "unknown")
+    few = min(len(a.each), len(b.each)) < FEWEST_REPEATS
     random = np.random.default_rng(0)
     below, above = (np.median(random.choice(each, (DRAWS, len(each))), axis=1) for each in (a.each, b.each))
     low, high = (float(limit) for limit in np.percentile(above / below, (2.5, 97.5)))
-    verdict: Verdict = "alike" if low <= 1 <= high else "better" if (low > 1) == a.higher else "worse"
+    verdict: Verdict = "unknown" if few else "alike" if low <= 1 <= high else "better" if (low > 1) == a.higher else "worse"
     return Ratio(a.name, a.value, b.value, plain, low, high, verdict)
 
 
@@ -101,6 +104,8 @@ def table(comparison: Comparison) -> Iterator[str]:
     yield f"B: {comparison.b}"
     yield from (f"differs: {each.what}: {each.a} in A, {each.b} in B" for each in comparison.differences)
     yield from (f"left out: {name}" for name in comparison.missing)
+    if all(each.verdict == "unknown" for case in comparison.results for each in case.ratios):
+        yield f"better or worse is said from {FEWEST_REPEATS} repeats of both on"
     for case in comparison.results:
         width = max(len(each.figure) for each in case.ratios)
         yield f"\n{case.name}\n{'':<{width}} {'A':>12} {'B':>12} {'B / A':>8}"

@@ -45,8 +45,9 @@ class Parameters:
 class Result:
     """Of the rooms of one side at one stage: seconds from the signal to the other side's process until a thread that waits has seen FAILED.
     ``joined``: both handles are open, and nothing is published yet; ``published``: nothing is handed over yet; ``transferring``: a first
-    chunk has been moved, the last is to come. ``over_limit_s``: how much later than the liveness limit the last was seen. ``codes``: how
-    many rooms failed with which code, and the first ``reason`` in words."""
+    chunk has been moved, the last is to come. ``over_limit_s``: how much later than the liveness limit the last was seen; the limit counts
+    from the last message of the side that was struck, so this may be below 0. None for SIGKILL, which is seen without the limit. ``codes``:
+    how many rooms failed with which code, and the first ``reason`` in words."""
 
     struck: Side
     signal: Signal
@@ -57,7 +58,7 @@ class Result:
     median_s_each: tuple[float, ...]
     p99_s: float
     max_s: float
-    over_limit_s: float
+    over_limit_s: float | None
     codes: dict[str, int]
     reason: str
 
@@ -113,7 +114,7 @@ def result(struck: Side, sign: Signal, stage: int, parameters: Parameters, repea
         median_s_each=tuple(float(np.median(each)) for each in took),
         p99_s=spread[99],
         max_s=spread[100],
-        over_limit_s=spread[100] - parameters.liveness_s,
+        over_limit_s=spread[100] - parameters.liveness_s if sign == "SIGSTOP" else None,
         codes=dict(codes),
         reason=repeats[0][1].reason,
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcore.cli_options import Backend, Host, JsonFile, Options, Timeout, folder_exists, write, write_json
+from kvcore.cli_options import Backend, Host, JsonFile, Options, Timeout, folder_exists, tell_json, write
 from kvcore.installed import find_backend
 from kvcore.progress import progress
 from kvcore.sides import ToolError
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 def _html_file(path: Path | None) -> Path | None:
     """Told before anything is measured."""
     if path is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ToolError("--html draws with matplotlib, which is not installed; run: pip install kvcore[html]")
+        raise ToolError("--html draws with matplotlib, which is not installed; run: pip install 'kvcore[html]'")
+    if str(path) == "-":
+        raise typer.BadParameter("a page is not printed; name a file")
     return folder_exists(path)
 
 
@@ -32,6 +34,12 @@ HtmlFile = Annotated[
     Path | None,
     typer.Option("--html", metavar="FILE", dir_okay=False, callback=_html_file, help="Write one page with plots there, for people."),
 ]
+
+
+def apart(json_file: Path | None, html_file: Path | None) -> None:
+    """One would be written over the other."""
+    if json_file is not None and html_file is not None and json_file.resolve() == html_file.resolve():
+        raise typer.BadParameter(f"{html_file} is the file of --json too; choose another", param_hint="--html")
 
 
 def measurement(command: Callable[..., object]) -> Callable[..., None]:
@@ -63,6 +71,7 @@ def _measure(
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
 ) -> None:
+    apart(json_file, html_file)
     find_backend(backend)  # a misspelt name should not wait for two processes
     from kvcore.bench.setup import Setup
 
@@ -86,12 +95,13 @@ def tell(
     from kvcore.bench.report import report
 
     found = report(f"bench {name}", setup, parameters, results)
-    if html_file is not None:
-        from kvcore.bench.page import page
+    try:
+        tell_json(json_file, asdict(found), table)
+    finally:  # what cannot be written is in the way of nothing else
+        if html_file is not None:
+            from kvcore.bench.page import page
 
-        write(html_file, page(found, table), "--html")
-    if not write_json(json_file, asdict(found)):
-        typer.echo("\n".join(table))
+            write(html_file, page(found, table), "--html")
 
 
 def _lack(backend: str) -> list[str]:

@@ -66,8 +66,8 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "kvcore", versions["kvcore"]
     if report.backend is not None:
         yield "backend", f"{report.backend}, of {versions['distribution']} {versions['backend']}"
-        beneath = {name: version for name, version in versions.items() if name not in ("kvcore", "distribution", "backend")}
-        yield "beneath it", ", ".join(f"{name} {version}" for name, version in beneath.items())
+    beneath = {name: version for name, version in versions.items() if name not in ("kvcore", "distribution", "backend")}
+    yield "beneath it", ", ".join(f"{name} {version}" for name, version in beneath.items())
     for name, value in report.parameters.items():
         yield WORDS.get(name, name.replace("_", " ")), _said(value)
 

@@ -69,10 +69,11 @@ class Figure:
 
 
 def report(command: str, setup: Setup | None, parameters: Any, results: Sequence[Any]) -> Report:
-    """Parameters and results are dataclasses; numbers are rounded to six digits after the point. Without a ``setup`` no backend had a part
+    """Parameters and results are dataclasses; numbers are rounded to six digits after the point, and files
+    are named without their folder. Without a ``setup`` no backend had a part
     in it."""
-    versions = {"kvcore": kvcore.__version__}
-    given = asdict(parameters)
+    versions = _beneath("kvcore") | {"kvcore": kvcore.__version__}
+    given = {name: value.name if isinstance(value, Path) else value for name, value in asdict(parameters).items()}
     if setup is not None:
         installed = find_backend(setup.backend)
         versions = _beneath(installed.distribution) | versions | {"distribution": installed.distribution, "backend": installed.version}
@@ -100,7 +101,10 @@ def machine() -> Machine:
 def read(path: Path) -> Report:
     """What a measurement wrote with ``--json``; raises ``ToolError`` if that is not what the file holds."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Report)
+        written = path.read_bytes()
+        if _command(written) == "bench compare":
+            raise ToolError(f"{path} is a comparison, not a measurement; name two files that measurements have written with --json")
+        found = msgspec.json.decode(written, type=Report)
     except OSError as error:
         raise ToolError(f"{path} cannot be read ({error.strerror}); name a file that kvcore bench has written with --json") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -110,7 +114,15 @@ def read(path: Path) -> Report:
     if found.schema != SCHEMA or found.command not in MEASUREMENTS:
         what = f"{one_line(found.command)} under schema {found.schema}"
         raise ToolError(f"{path} has {what}, which this version does not know; use the kvcore that wrote it")
+    if not found.results:
+        raise ToolError(f"{path} holds no result; measure again, and write it with --json")
     return found
+
+
+def _command(written: bytes) -> object:
+    """What a JSON object names as its command."""
+    found = msgspec.json.decode(written)
+    return found.get("command") if isinstance(found, dict) else None
 
 
 def figures(result: Mapping[str, Any], names: Iterable[str] = (), prefix: str = "") -> Iterator[Figure]:
@@ -142,7 +154,7 @@ def schema() -> dict[str, Any]:
 def _kind(command: str) -> type[Any]:
     """A report of this command, with its parameters and results spelled out."""
     measurement, name = MEASUREMENTS[command], command.replace(" ", "_")
-    given = [*get_type_hints(measurement.parameters).items()]
+    given = [(name, str if kind is Path else kind) for name, kind in get_type_hints(measurement.parameters).items()]
     if command != "bench plan":
         given += [("options", dict[str, Any]), ("host", str)]
     spelled = {

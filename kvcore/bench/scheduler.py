@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +40,7 @@ class Parameters:
     a scheduler looks at its rooms. ``repeats``: how often all of it is played, after once for warming up, each time with
     nothing in decode's memory."""
 
-    trace: str
+    trace: Path
     requests: int = 1000
     speed: float = 10.0
     page_tokens: int = 64

@@ -34,8 +34,8 @@ class SocketFloor:
         (region,) = regions
         self._memory = memoryview((ctypes.c_char * region.nbytes).from_address(region.ptr)).cast("B")
         self._sock: socket.socket | None = None
-        self._listener = socket.create_server((context.host, 0)) if context.side == "decode" else None
-        return Endpoint(msgspec.json.encode(self._listener.getsockname()[:2] if self._listener else ()))
+        self._listener = _listener(context.host) if context.side == "decode" else None
+        return Endpoint(msgspec.json.encode((context.host, self._listener.getsockname()[1]) if self._listener else ()))
 
     def connect(self, peer: Peer) -> None:
         """Connect to decode."""
@@ -88,6 +88,12 @@ class SocketFloor:
 
     def _views(self, offsets: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> list[memoryview]:
         return [self._memory[first : first + size] for first, size in zip(offsets.tolist(), lengths.tolist(), strict=True)]
+
+
+def _listener(host: str) -> socket.socket:
+    """At a free port of any family's address."""
+    family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(place, family=family)
 
 
 def _number(value: int) -> memoryview:

@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from kvcore.bench.floor import Figures, Turns, Ways, meet
 from kvcore.bench.replay import work
 from kvcore.bench.scheduler import Begin, Parameters, Played, Seconds, Settings
 from kvcore.bench.setup import MIB, Address, Go, Ready, Setup, percentiles
-from kvcore.bench.trace_file import Request, read
+from kvcore.bench.trace_file import Request, digest, read
 from kvcore.bench.trace_floor import Moved
 from kvcore.errors import ConfigError
 from kvcore.memory import Indices
@@ -53,6 +52,8 @@ class Raw:
 class Result:
     """Of all requests of all repeats; what is ``…_each`` is of each repeat, and what is beside it their median.
 
+    ``trace_digest``: the same for the same requests only, whatever the file is called.
+
     ``queueing_ms``: from a request's arrival until both sides have pages for it. ``transfer_ms``: from then, and from when prefill has
     written them, until decode's scheduler sees SUCCESS. ``total_ms``: from arrival to then, so with what prefill takes to write.
     Percentiles are from 0 to 100. ``good_…``: requests whose total is within the limit. ``skipped_share``: of all pages those that decode
@@ -60,6 +61,7 @@ class Result:
     backend offers no floor."""
 
     requests: int
+    trace_digest: str
     seconds: float
     seconds_each: tuple[float, ...]
     queueing_ms_median: float
@@ -105,7 +107,7 @@ class Result:
 def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
     """Play the trace. Raises ``ConfigError`` for one that cannot be played, and ``ToolError`` if a room fails or a page, sent or skipped,
     has wrong bytes."""
-    requests = read(Path(parameters.trace), parameters.requests)
+    requests = read(parameters.trace, parameters.requests)
     repeats, floor = play(setup, parameters, requests, watch)
     return [result(parameters, requests, repeats, floor.bare, floor.figures)]
 
@@ -181,6 +183,7 @@ def result(
     }
     return Result(
         requests=len(requests),
+        trace_digest=digest(requests),
         **_spread("queueing_ms", queueing),
         **_spread("transfer_ms", transfer),
         **_spread("total_ms", total),

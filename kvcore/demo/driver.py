@@ -15,7 +15,7 @@ def run_demo(settings: Settings, watch: Watch) -> Report:
     """Run the whole demo; ``watch`` is told what each side is doing. Raises ``ToolError`` if a process fails, dies or falls silent."""
     for library in ("torch", "transformers"):
         if importlib.util.find_spec(library) is None:
-            raise ToolError(f"the demo needs {library}, which is not installed; run: pip install kvcore[transformers]")
+            raise ToolError(f"the demo needs {library}, which is not installed; run: pip install 'kvcore[transformers]'")
     ranks = settings.prefill_tp, settings.decode_tp
     with Sides("demo", work, settings, settings.patience_s, watch, settings.debug, ranks) as sides:
         ready = sides.hear("prefill", Ready)
