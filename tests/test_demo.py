@@ -331,7 +331,7 @@ def test_without_typer_the_command_line_says_what_to_install(monkeypatch: pytest
 
 def test_without_torch_the_demo_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ToolError, match=r"pip install kvcore\[transformers\]"):
+    with pytest.raises(ToolError, match=r"pip install 'kvcore\[transformers\]'"):
         run_demo(Settings(model="tiny"), lambda side, text: None)
 
 
