@@ -153,8 +153,9 @@ class Ledger:
             self._rest(now - idle_since, failed)
 
     def _rest(self, quiet_s: float, failed: bool) -> None:
-        """Sleep ever longer while tickets run, unless something has just moved; without any, until something comes. Never spins: whoever
-        else wants the interpreter would wait for it until a switch is forced, which takes 5 ms."""
+        """Sleep ever longer while nothing moves; without tickets, until something comes. To spin would keep others out for 5 ms."""
+        if quiet_s <= 0:
+            return self.pulse.rests()
         shortest, longest = SHORTEST_WAIT_S if self._entries else SHORTEST_LISTEN_S, LONGEST_WAIT_S if self._flowing else LONGEST_LISTEN_S
         pause: float | None = min(max(quiet_s / 32, shortest), longest)
         if self._at_rest():
@@ -163,8 +164,7 @@ class Ledger:
             pause = LONGEST_WAIT_S if held is None else None
         if not failed:
             self.pulse.rests()
-        if quiet_s > 0:
-            self._bell.sleep(pause)
+        self._bell.sleep(pause)
 
     def _at_rest(self) -> bool:
         """Whether nothing changes here by itself. What only a fence can end needs no turns."""
@@ -198,8 +198,8 @@ class Ledger:
 
     def _post(self, entry: Entry, now: float) -> bool:
         """Hand the engine what may be read now, of one that blocks a little at a time; True if something was."""
-        posted = 0
-        while (posted < LANE_PARTS or not self._capabilities.blocking) and (part := self._next_part(entry, now)) is not None:
+        posted, most = 0, LANE_PARTS if self._capabilities.blocking else math.inf
+        while posted < most and (part := self._next_part(entry, now)) is not None:
             self._submit(entry, part)
             posted += 1
         return posted > 0
