@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pluggy
 from pydantic import BaseModel
 
-from kvcore.memory import PoolGeometry, Region
+from kvcore.memory import PoolGeometry, Region, total
 from kvcore.states import RoomKey
 
 API_VERSION = (1, 0)
@@ -169,7 +169,7 @@ class Transfer:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole batch."""
-        return int(self.length.sum(dtype=np.uint64))
+        return total(self.length)
 
 
 class TicketKind(enum.Enum):

@@ -42,9 +42,12 @@ class Share:
     whole: bool
     straight: bool = field(init=False)
     """Each row leads to the region in the same place."""
+    page_bytes: int = field(init=False)
+    """Bytes of one page that it writes, in all regions."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "straight", bool(np.array_equal(self.local_region, self.remote_region)))
+        object.__setattr__(self, "page_bytes", int((self.count * self.length).sum(dtype=np.uint64)))
 
     def __len__(self) -> int:
         return self.length.size
@@ -65,11 +68,6 @@ class Share:
     def remote_rows(self) -> U64:
         """Of each row the remote region, the offset in its page and the bytes of one page: shape ``(k, 3)``."""
         return np.stack((self.remote_region.astype(np.uint64), self.remote_base, self.count * self.length), axis=1)
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page that it writes, in all regions."""
-        return int((self.count * self.length).sum(dtype=np.uint64))
 
 
 ITEM_BYTES = {

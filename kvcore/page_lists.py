@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -19,14 +19,18 @@ class PageList:
     length: npt.NDArray[np.uint64]
     num_pages: int
     regions: tuple[Region, ...]
+    first: npt.NDArray[np.int32] = field(init=False)
+    """Where the first page of each region stands: shape ``(regions, 1)``."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "first", np.arange(len(self.regions), dtype=np.int32)[:, None] * np.int32(self.num_pages))
 
     def __len__(self) -> int:
         return self.length.size
 
     def positions(self, pages: Indices) -> npt.NDArray[np.int32]:
         """Where these pages of every region stand: int32 of shape ``(regions * pages.size,)``, in the same order on both sides."""
-        first = np.arange(len(self.regions), dtype=np.int32)[:, None] * np.int32(self.num_pages)
-        return (first + pages.astype(np.int32)).reshape(-1)
+        return (self.first + pages.astype(np.int32)).reshape(-1)
 
 
 def page_lists(pools: Sequence[PoolGeometry], regions: Sequence[Region], most: int) -> dict[str, PageList]:

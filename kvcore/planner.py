@@ -8,15 +8,17 @@ holds only regions that end within 64 bits, and a page inside its pool's bound l
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import ConfigError, IncompatiblePeerError, PageError, shown
 from kvcore.mapping import Share
-from kvcore.memory import Indices, PoolGeometry, Region, check_distinct, check_pages
+from kvcore.memory import Indices, PoolGeometry, Region, check_distinct, check_pages, total
 
 U64 = npt.NDArray[np.uint64]
 I32 = npt.NDArray[np.int32]
@@ -95,7 +97,7 @@ class Descriptors:
     @property
     def nbytes(self) -> int:
         """Bytes of all descriptors."""
-        return int(self.length.sum(dtype=np.uint64))
+        return total(self.length)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -204,7 +206,7 @@ def split(planned: Plan, max_descriptors: int | None, max_bytes: int | None) -> 
     if not len(planned):
         return
     counted = len(planned) if planned.count is None else int(planned.count.sum())
-    if (max_descriptors is None or counted <= max_descriptors) and (max_bytes is None or int(planned.nbytes.sum()) <= max_bytes):
+    if (max_descriptors is None or counted <= max_descriptors) and (max_bytes is None or total(planned.nbytes) <= max_bytes):
         yield planned
         return
     planned = _cut(planned, max_descriptors, max_bytes)
@@ -281,24 +283,39 @@ def _runs(local: Indices, remote: Indices, merge: bool) -> _Runs:
     return _Runs(local[starts].astype(np.uint64), remote[starts].astype(np.uint64), counts.astype(np.uint64))
 
 
-def _one_run(here: PoolPlace, there: PoolPlace, share: Share, runs: _Runs) -> Descriptors:
-    """One run of whole pages, a descriptor for each region pair: most rooms of a few pages are this, and go without the general way."""
-    return Descriptors(
+class _Rows(NamedTuple):
+    """What a pool's part of a plan has of each region pair, whatever the pages: its two regions, and the bytes of a page in either."""
+
+    local_region: I32
+    remote_region: I32
+    local_bytes: U64
+    remote_bytes: U64
+
+
+@functools.lru_cache(maxsize=1024)
+def _rows(here: PoolPlace, there: PoolPlace, share: Share) -> _Rows:
+    return _Rows(
         share.local_region + np.int32(here.first_region),
         share.remote_region + np.int32(there.first_region),
-        here.page_bytes[share.local_region] * runs.local,
-        there.page_bytes[share.remote_region] * runs.remote,
-        share.length * runs.count,
+        here.page_bytes[share.local_region],
+        there.page_bytes[share.remote_region],
     )
 
 
+def _one_run(here: PoolPlace, there: PoolPlace, share: Share, runs: _Runs) -> Descriptors:
+    """One run of whole pages, a descriptor for each region pair: most rooms of a few pages are this, and go without the general way."""
+    rows = _rows(here, there, share)
+    length = share.length * runs.count
+    return Descriptors(rows.local_region, rows.remote_region, rows.local_bytes * runs.local, rows.remote_bytes * runs.remote, length)
+
+
 def _broadcast(out: Plan, here: PoolPlace, there: PoolPlace, share: Share, runs: _Runs) -> None:
-    first, shape = out.first, (len(share), runs.count.size)
-    first.local_region.reshape(shape)[:] = (share.local_region + np.int32(here.first_region))[:, None]
-    first.remote_region.reshape(shape)[:] = (share.remote_region + np.int32(there.first_region))[:, None]
+    first, shape, rows = out.first, (len(share), runs.count.size), _rows(here, there, share)
+    first.local_region.reshape(shape)[:] = rows.local_region[:, None]
+    first.remote_region.reshape(shape)[:] = rows.remote_region[:, None]
     for offset, pages, page_bytes, base in (
-        (first.local_offset.reshape(shape), runs.local, here.page_bytes[share.local_region], share.local_base),
-        (first.remote_offset.reshape(shape), runs.remote, there.page_bytes[share.remote_region], share.remote_base),
+        (first.local_offset.reshape(shape), runs.local, rows.local_bytes, share.local_base),
+        (first.remote_offset.reshape(shape), runs.remote, rows.remote_bytes, share.remote_base),
     ):
         np.multiply(page_bytes[:, None], pages, out=offset)
         if not share.whole:

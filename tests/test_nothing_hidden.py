@@ -51,7 +51,7 @@ COVERED = {
     "flight_record": [f"{TABLE}.flight._ring"],
     "questions": [f"{CORE}.stories._asked"],
     "searches": [f"{CORE}.routes._searches"],
-    "groups": [f"{CORE}.routes._groups"],
+    "groups": [f"{CORE}.routes._ways"],
     "directory_lookups": [f"{CORE}._directory._waiting"],
     "directory_questions": [f"{CORE}._directory._questions"],
     "directory_groups": [f"{CORE}._directory._groups"],
@@ -66,6 +66,7 @@ COVERED = {
 SAME_AS = {
     f"{TABLE}._alarms.timers._queues[]": "timers",
     f"{CORE}.channel._routes": "links",
+    f"{CORE}.channel._readiness._sockets": "links",
     "backend._links": "peers",
     "backend._connections": "peers",
 }
@@ -78,7 +79,7 @@ PARTS = {
     f"{CORE}._peers.pairings[]": "what a peer said of its pools",
     f"{CORE}.routes._searches[]": "the ranks that a search expects, and those that are paired",
     f"{CORE}._directory._groups[]": "the ranks of a group",
-    f"{CORE}.routes._groups[]": "the same of a group that a peer was found through",
+    f"{CORE}.routes._ways[]": "the same of a group that peers were found through, and these, by turn",
     f"{CORE}._directory._questions[]": "who waits for an answer, each a lookup as well",
 }
 """Records of stores that are covered. What stands in one is no store, unless it grows beyond ``MOST_PARTS`` on average."""
@@ -96,6 +97,7 @@ BOUNDED = {
     "kvcore.addresses._parse": 1024,
     "kvcore.mapping._pairs": 1024,  # by layouts, sizes and turn
     "kvcore.mapping._writers": 1024,
+    "kvcore.planner._rows": 1024,  # by pools of two peers and what of them is written
     "backend._fences": 1024,  # the newest of the peers that were fenced
 }
 """The most entries of what is bounded by a constant; only this may last."""

@@ -174,19 +174,12 @@ class NixlBackend:
     @hookimpl
     def kvcore_transfer(self, transfer: Transfer) -> Job | TicketState:
         """Post one request. What fails before the post is quiescent; what fails in it is not known to be."""
-        with contextlib.ExitStack() as leaving:
-            if not self._lock.acquire(blocking=threading.get_ident() != self._progress):
-                return RETRY  # the progress thread, which posts quick ones, waits for nobody
-            leaving.callback(self._lock.release)
-            peer = self._peers.get(transfer.peer)
-            if peer is None or peer.leaving or peer.broken:
-                return TicketState(TicketKind.FAILED, f"peer {transfer.peer} is not connected", quiescent=True, peer_broken=True)
-            job = None
-            try:
-                self._jobs.add(job := Job(transfer.peer, self._request(transfer, peer)))
-                return job if (state := self._look(job, self._agent.transfer(job.handle))) is PENDING else state
-            except Exception as error:
-                return self._failed(transfer.peer, error, quiescent=job is None)
+        if not self._lock.acquire(blocking=threading.get_ident() != self._progress):
+            return RETRY  # the progress thread, which posts quick ones, waits for nobody
+        try:
+            return self._post(transfer)
+        finally:
+            self._lock.release()
 
     @hookimpl
     def kvcore_poll(self, tickets: Sequence[Job]) -> list[TicketState]:
@@ -219,6 +212,17 @@ class NixlBackend:
             raise RuntimeError("NIXL's agent goes on, since something still refers to it; keep the memory of what is in flight")
 
     # --- with the lock held
+
+    def _post(self, transfer: Transfer) -> Job | TicketState:
+        peer = self._peers.get(transfer.peer)
+        if peer is None or peer.leaving or peer.broken:
+            return TicketState(TicketKind.FAILED, f"peer {transfer.peer} is not connected", quiescent=True, peer_broken=True)
+        job = None
+        try:
+            self._jobs.add(job := Job(transfer.peer, self._request(transfer, peer)))
+            return job if (state := self._look(job, self._agent.transfer(job.handle))) is PENDING else state
+        except Exception as error:
+            return self._failed(transfer.peer, error, quiescent=job is None)
 
     def _runs(self, peer: str) -> bool:
         return any(self._look(job) is PENDING for job in list(self._jobs) if job.peer == peer)
