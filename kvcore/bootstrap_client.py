@@ -136,13 +136,10 @@ class _Known:
     group: Group
     asked_at: float
 
+    @property
     def outdated(self) -> bool:
-        """Whether it should be asked for again by now; not each time while the service is silent."""
-        now = time.monotonic()
-        if now - self.asked_at < REFRESH_S:
-            return False
-        self.asked_at = now
-        return True
+        """Whether it should be asked for again by now."""
+        return time.monotonic() - self.asked_at >= REFRESH_S
 
 
 class Directory:
@@ -179,13 +176,20 @@ class Directory:
                 fresh = self._questions[address] = _Question({token})
             else:
                 self._groups.move_to_end(address)
-                if question is None and known.outdated():
+                if question is None and known.outdated:
+                    known.asked_at = time.monotonic()  # so not each time while the service is silent
                     fresh = self._questions[address] = _Question()
         if known is not None:
             self._deliver((token,), known.group)
         if fresh is not None:
             self._http.run(self._ask(address, fresh))
         return token
+
+    def holds(self, address: str, group: Group) -> bool:
+        """Whether ``lookup`` would answer with this very group, and ask nobody."""
+        with self._lock:
+            known = self._groups.get(address)
+            return known is not None and known.group is group and not known.outdated
 
     def drop(self, token: int) -> None:
         """Stop waiting: the callback of that lookup is not called any more, unless it is running just now. Idempotent."""

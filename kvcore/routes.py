@@ -56,16 +56,33 @@ class _RankWaiter:
         self.routes.rank_refused(self.search, self.info, code, text)
 
 
+@dataclass(eq=False, slots=True)
+class _Way:
+    """A group that paired instances were found through, and these: by the data-parallel rank asked for, and the room's turn."""
+
+    group: Group
+    peers: dict[tuple[int | None, int], list[Peer]] = field(default_factory=dict)
+
+
 class Routes:
-    """Searches under way. Runs on the control thread but for the lookup itself."""
+    """Searches under way. Runs on the control thread but for the lookup itself, and for ``known``."""
 
     def __init__(
         self, directory: Directory, whereabouts: Whereabouts, peers: Peers, on_control: Callable[[Callable[[], None]], None]
     ) -> None:
         self._directory, self._whereabouts, self._peers, self._on_control = directory, whereabouts, peers, on_control
         self._searches: dict[Search, None] = {}
-        self._groups: dict[str, Group] = {}
-        """Groups that paired instances were found through, to be forgotten with them."""
+        self._ways: dict[str, _Way] = {}
+        """By address; to be forgotten with any of its instances."""
+
+    def known(self, address: str, room: RoomId, dp_rank: int | None) -> list[Peer] | None:
+        """A room's sender ranks, where that takes no question; else ``find`` them. From any thread, with the lock that rooms are told under
+        of a peer's loss: so none of these is lost before the room knows it."""
+        way = self._ways.get(address)
+        if way is None or not self._directory.holds(address, way.group):
+            return None
+        peers = way.peers.get((dp_rank, _turn(way.group, room)))
+        return peers if peers and all(self._peers.peer("decode", peer.instance) is peer for peer in peers) else None
 
     def find(self, search: Search) -> None:
         """Begin; where the group is known it takes no question."""
@@ -112,7 +129,6 @@ class Routes:
             return
         if peer.instance != info.instance:
             return self._outdated(search, group, info, peer)
-        self._groups[search.address] = group
         search.peers[info.rank] = peer
         self._conclude(search)
 
@@ -129,7 +145,18 @@ class Routes:
         if all(info.rank in search.peers for info in search.expected):
             self._forget(search)
             if search.expected:
-                search.found([search.peers[info.rank] for info in search.expected])
+                peers = [search.peers[info.rank] for info in search.expected]
+                self._remember(search, peers)
+                search.found(peers)
+
+    def _remember(self, search: Search, peers: list[Peer]) -> None:
+        group = search.group
+        assert group is not None
+        way = self._ways.get(search.address)
+        if way is None or way.group is not group:
+            way = self._ways[search.address] = _Way(group)
+        if search.dp_rank is not None or group.ranks[0].place.dp_size == 1:
+            way.peers[search.dp_rank, _turn(group, search.room)] = peers
 
     def _outdated(self, search: Search, group: Group, info: RankInfo, peer: Peer) -> None:
         """Another instance than the one looked up answers at a rank's address: ask the bootstrap service once more."""
@@ -180,10 +207,10 @@ class Routes:
 
     def lost(self, instance: str) -> None:
         """A peer was lost: ask the bootstrap service anew before its address is used again."""
-        for address, group in list(self._groups.items()):
-            if any(info.instance == instance for info in group.ranks):
-                self._directory.forget(address, group)
-                del self._groups[address]
+        for address, way in list(self._ways.items()):
+            if any(info.instance == instance for info in way.group.ranks):
+                self._directory.forget(address, way.group)
+                del self._ways[address]
         for search in self._searches:
             search.peers = {rank: peer for rank, peer in search.peers.items() if peer.instance != instance}
             search.linked = {info for info in search.linked if info.instance != instance}
@@ -202,6 +229,11 @@ class Routes:
 
     def sizes(self) -> dict[str, int]:
         """Entries held."""
-        return {"searches": len(self._searches), "groups": len(self._groups)} | {
+        return {"searches": len(self._searches), "groups": len(self._ways)} | {
             f"directory_{name}": size for name, size in (self._directory.sizes() | self._whereabouts.sizes()).items()
         }
+
+
+def _turn(group: Group, room: RoomId) -> int:
+    """Rooms with one turn have to do with the same ranks (``mapping``)."""
+    return room.number % group.ranks[0].place.tp_size
