@@ -1,14 +1,14 @@
-"""The control thread: it owns every socket, and nothing else touches one.
+"""The control plane's sockets, the lock that whoever uses one holds, and the control thread, which holds it but while it sleeps.
 
-One ROUTER is bound where peers dial in; each peer dialled has a DEALER. Sending is best effort, like a datagram: what cannot be
-sent now is dropped, since the protocol above repeats whatever matters; how long a route has been blocked is what ``send_s`` limits.
+Another thread that has something to send does it itself where the control thread sleeps (``settle``), and leaves it to that otherwise. One
+ROUTER is bound where peers dial in; each peer dialled has a DEALER. Sending is best effort, like a datagram: what cannot be sent now is
+dropped, since the protocol above repeats whatever matters; how long a route has been blocked is what ``send_s`` limits.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
 from collections import deque
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from kvcore import sockets
 from kvcore.access import CurveKeys, unlike
 from kvcore.addresses import Address
 from kvcore.descriptors import DescriptorWatch
@@ -24,21 +25,18 @@ from kvcore.doorkeeper import Doorkeeper
 from kvcore.errors import ConfigError, IncompatiblePeerError
 from kvcore.logs import Failures, Once
 from kvcore.pulse import Pulse
-from kvcore.wire import MAX_LETTER_BYTES
+from kvcore.readiness import Readiness, readable
+from kvcore.sockets import Socket
 
 log = logging.getLogger("kvcore.channel")
 
-HIGH_WATER = 10_000
 IDLE_S = 1.0
 PAUSE_S = 0.05
 """After an error that is nobody's in particular."""
-MOST_KEEPALIVE_S = 32_767
-"""More than this Linux refuses, and the connection with it."""
-READABLE = int(zmq.POLLIN)
 MORE_COMES = zmq.NOBLOCK | zmq.SNDMORE
 MOST_CALLS = 1000
-LINGER_MS = 100
-"""How long a closed socket may still send what it has."""
+MOST_LETTERS = 64
+"""That another thread sends in one go; it is a scheduler's, perhaps."""
 
 
 @dataclass(eq=False, slots=True)
@@ -46,12 +44,12 @@ class Route:
     """A way to one peer: a DEALER of its own, or an identity behind the ROUTER. ``blocked_at``: when a send first failed; ``monitor``:
     where one with keys hears that it is not let in."""
 
-    socket: zmq.Socket[bytes]
+    socket: Socket
     identity: bytes | None = None
     address: str = ""
     blocked_at: float | None = None
     closed: bool = field(default=False)
-    monitor: zmq.Socket[bytes] | None = None
+    monitor: Socket | None = None
 
 
 class Channel:
@@ -70,14 +68,15 @@ class Channel:
         self.keys = keys
         self.on_refused: Callable[[Route, str], None] = lambda _route, _why: None
         """Called on the control thread with a dialled route that is not let in, and why."""
-        self._keepalive_s = max(1, round(min(keepalive_s, MOST_KEEPALIVE_S)))
+        self._keepalive_s = keepalive_s
         self._calls: deque[Callable[[], object]] = deque()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
-        self._woken = self._again = self._resting = self._tick_soon = False
+        self._letters: deque[Callable[[], object]] = deque()
+        self._readiness = Readiness()
+        self._using = threading.Lock()
+        self._found: list[Socket] = []
+        self._closed = self._again = self._resting = self._tick_soon = False
         self._ident: int | None = None
-        self._wake_lock = threading.RLock()  # a handle may be collected, and wake this, in the middle of a wake
+        self._time_lock = threading.RLock()  # a handle may be collected, and arm a timer, in the middle of that
         self._stopping = threading.Event()
         self._once, self._failures = Once(), Failures(log)
         self._wake_at = self._look_at = 0.0
@@ -87,48 +86,22 @@ class Channel:
         """How many times a frame on a route goes on, out (True) or in (False); 0 drops it. Called on the control thread, for tests."""
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65536)
-        self._router = self._socket(zmq.ROUTER)
+        self._router = sockets.made(self._context, zmq.ROUTER, keepalive_s)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._routes: dict[zmq.Socket[bytes], Route] = {}
-        self._monitored: dict[zmq.Socket[bytes], Route] = {}
+        self._routes: dict[Socket, Route] = {}
+        self._monitored: dict[Socket, Route] = {}
         self._door = Doorkeeper(self._context, keys) if keys is not None else None
         if self._door is not None:
             self._door.guard(self._router)
-        self.port = self._bind(bind, setting)
-        self._poller = zmq.Poller()
-        self._poller.register(self._router, zmq.POLLIN)
-        self._poller.register(self._wake_read, zmq.POLLIN)
-        for socket in self._door.sockets if self._door is not None else ():
-            self._poller.register(socket, zmq.POLLIN)
+        try:
+            self.port = sockets.bind(self._router, bind, setting)
+        except ConfigError:
+            self._close_sockets()
+            raise
+        for socket in (self._router, *(self._door.sockets if self._door is not None else ())):
+            self._readiness.add(socket)
         self._thread = threading.Thread(target=self._run, name="kvcore-control", daemon=True)
         self.pulse = Pulse(self._thread)
-
-    def _bind(self, bind: Address, setting: str) -> int:
-        try:
-            self._router.bind(f"{Address(bind.host, bind.port).zmq}" if bind.port else Address(bind.host, 0).zmq.removesuffix(":0") + ":*")
-        except zmq.ZMQError as error:
-            self._close_sockets()
-            raise ConfigError(f"{setting}: cannot listen on {bind} ({error.strerror}); free the port, or set another (0 = any)") from error
-        endpoint = self._router.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(endpoint, bytes)
-        return int(endpoint.rstrip(b"\0").rpartition(b":")[2])
-
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, LINGER_MS)
-        socket.setsockopt(zmq.IPV6, 1)
-        socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
-        socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_LETTER_BYTES)
-        # The kernel closes connections to hosts that are gone. No ZMTP heartbeats: libzmq 4.3 aborts the whole process when one is due
-        # on a broken connection whose letters are not read fast enough.
-        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, self._keepalive_s)
-        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, self._keepalive_s)
-        socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        return socket
 
     # --- from any thread
 
@@ -141,26 +114,37 @@ class Channel:
         self._calls.append(function)
         self.wake()
 
+    def post(self, letter: Callable[[], object]) -> None:
+        """Have a letter sent by the next ``settle``, or the control thread's next turn. It may be called on any thread."""
+        self._letters.append(letter)
+
+    def settle(self) -> None:
+        """Send what was posted, if nobody is at the sockets; whoever is sends it before it leaves. Never blocks."""
+        for _ in range(2):  # what others post meanwhile, too, but not for ever
+            if not self._letters or not self._using.acquire(blocking=False):
+                return
+            try:
+                self._take(self._letters, MOST_LETTERS)
+                left = [] if self._closed else self._readiness.left()
+                self._found += left
+            finally:
+                self._using.release()
+            if left:
+                self.wake()
+        if self._letters:
+            self.wake()
+
     def wake(self) -> None:
         """Have the loop take a turn soon."""
         if threading.get_ident() == self._ident and not self._resting:  # as it is where a handle is collected just before it sleeps
             self._again = True
-            return
-        if self._woken:
-            return
-        with self._wake_lock:
-            if self._context.closed:
-                return  # it has ended, and the number of the pipe may be another file's by now
-            self._woken = True
-            try:
-                os.write(self._wake_write, b"\0")
-            except OSError:  # full: it is awake
-                return
+        else:
+            self._readiness.wake()
 
     def wake_by(self, when: float) -> None:
         """Have ``on_tick`` called at ``when`` at the latest."""
         if when < self._wake_at:
-            with self._wake_lock:
+            with self._time_lock:
                 self._wake_at = min(when, self._wake_at)
             self.wake()
 
@@ -172,7 +156,6 @@ class Channel:
     def stop(self, timeout_s: float) -> bool:
         """Send what is queued, close all sockets and end the thread; True if it ended. Idempotent."""
         self._stopping.set()
-        self._woken = False
         self.wake()
         if self._thread.ident is None:
             self._close_sockets()
@@ -182,14 +165,14 @@ class Channel:
 
     @property
     def calls(self) -> int:
-        """Calls that wait for the control thread."""
-        return len(self._calls)
+        """Calls and letters that wait for the control thread."""
+        return len(self._calls) + len(self._letters)
 
     @property
     def sockets(self) -> int:
         """Sockets that are open."""
         doors = len(self._door.sockets) if self._door is not None else 0
-        return 0 if self._context.closed else 1 + len(self._routes) + len(self._monitored) + doors
+        return 0 if self._closed else 1 + len(self._routes) + len(self._monitored) + doors
 
     @property
     def public(self) -> str:
@@ -206,7 +189,7 @@ class Channel:
         latest = self._door.latest if self._door is not None and self._door.latest_at >= since else ""
         return f"the control port refused {self.refused} connections, the latest: {latest}" if latest else ""
 
-    # --- on the control thread only
+    # --- with the sockets in use: ``send`` on any thread, the rest on the control thread only
 
     def dial(self, address: Address, curve: str = "") -> Route:
         """A new route to an address, whose instance has this public key; "" for none.
@@ -218,7 +201,7 @@ class Channel:
             raise IncompatiblePeerError(why)
         route: Route | None = None
         try:
-            route = Route(self._socket(zmq.DEALER), address=str(address))
+            route = Route(sockets.made(self._context, zmq.DEALER, self._keepalive_s), address=str(address))
             if self._door is not None:
                 route.monitor = self._door.introduce(route.socket, curve)
             route.socket.connect(address.zmq)
@@ -227,10 +210,10 @@ class Channel:
                 self._close(route)
             raise OSError(error.errno, error.strerror) from error
         self._routes[route.socket] = route
-        self._poller.register(route.socket, zmq.POLLIN)
+        self._readiness.add(route.socket)
         if route.monitor is not None:
             self._monitored[route.monitor] = route
-            self._poller.register(route.monitor, zmq.POLLIN)
+            self._readiness.add(route.monitor)
         return route
 
     def hang_up(self, route: Route) -> None:
@@ -238,10 +221,10 @@ class Channel:
         if route.identity is not None or route.closed:
             return
         route.closed = True
-        self._poller.unregister(route.socket)
+        self._readiness.drop(route.socket)
         del self._routes[route.socket]
         if route.monitor is not None:
-            self._poller.unregister(route.monitor)
+            self._readiness.drop(route.monitor)
             del self._monitored[route.monitor]
         self._close(route)
 
@@ -264,6 +247,7 @@ class Channel:
                 if route.identity is not None:
                     route.socket.send(route.identity, MORE_COMES)
                 route.socket.send(frame, zmq.NOBLOCK)
+                self._readiness.use(route.socket)
             except zmq.ZMQError:
                 pass
             else:
@@ -280,49 +264,63 @@ class Channel:
             except Exception:
                 self._failures.note("turn", "the control thread goes on after an error")
                 self._stopping.wait(PAUSE_S)  # what is broken for good must not keep it busy
-        for _ in range(0, len(self._calls), MOST_CALLS):
-            self._take_calls()
-        self._close_sockets()
+        with self._using:
+            for calls in (self._letters, self._calls):
+                self._take(calls, len(calls))
+            self._close_sockets()
 
     def _turn(self) -> None:
+        self._resting = self._again = False
         self.pulse.began()
-        self._again = False
-        self._take_calls()
-        now = time.monotonic()
-        if now >= self._look_at:
-            self._look_at = now + IDLE_S
-            self._descriptors.look(self._wake_read)
-        if self._tick_soon or now >= self._wake_at:
-            self._wake_at, self._tick_soon, next_s = math.inf, False, PAUSE_S  # what is armed from now on may come too late for the answer
-            try:
-                wanted = self._on_tick(now)
-                next_s = IDLE_S if wanted is None else min(wanted - now, IDLE_S)
-            except Exception:
-                self._failures.note("tick", "the control thread could not do all that was due; it goes on, and tries again")
-            with self._wake_lock:
-                self._wake_at = min(self._wake_at, now + next_s)
-        self._resting = True
-        wait_ms = 0 if self._calls or self._again else max(0, int((self._wake_at - now) * 1000) + 1)
-        self.pulse.rests()
-        came = self._poller.poll(wait_ms)
-        self.pulse.began()
-        self._resting = False
-        broken = None
-        for ready, _ in came:
-            if ready == self._wake_read:
-                os.read(self._wake_read, 4096)
-                self._woken = False  # after the read: a wake in between is served by the turn that follows
-            elif self._door is not None and ready in self._door.sockets:
-                self._door.serve(ready)
-            elif ready in self._monitored:
-                self._turned_away(self._monitored[ready])
-            elif isinstance(ready, zmq.Socket) and not ready.closed:  # as another one's frame may have had it
-                try:
-                    self._receive(ready)
-                except zmq.ZMQError as error:
-                    broken = error  # the others have their turn before
+        with self._using:
+            found, self._found = self._found, []
+            broken = self._serve(found)
+            self._take(self._letters, MOST_CALLS)
+            self._take(self._calls, MOST_CALLS)
+            now = time.monotonic()
+            if now >= self._look_at:
+                self._look_at = now + IDLE_S
+                self._descriptors.look(self._readiness.descriptor)
+            if self._tick_soon or now >= self._wake_at:
+                self._tick(now)
+            self._take(self._letters, MOST_CALLS)
+            self._found += self._readiness.left()
         if broken is not None:
             raise broken
+        self.pulse.rests()
+        self._resting = True
+        at_once = self._found or self._letters or self._calls or self._again  # looked at with nobody at the sockets: see ``settle``
+        found = self._readiness.wait(0 if at_once else max(0.0, self._wake_at - now))
+        self._found += found
+
+    def _tick(self, now: float) -> None:
+        self._wake_at, self._tick_soon, next_s = math.inf, False, PAUSE_S  # what is armed from now on may come too late for the answer
+        try:
+            wanted = self._on_tick(now)
+            next_s = IDLE_S if wanted is None else min(wanted - now, IDLE_S)
+        except Exception:
+            self._failures.note("tick", "the control thread could not do all that was due; it goes on, and tries again")
+        with self._time_lock:
+            self._wake_at = min(self._wake_at, now + next_s)
+
+    def _serve(self, found: list[Socket]) -> Exception | None:
+        """Take what has come; returns the error of a socket that could not be read, so that the others had their turn."""
+        broken = None
+        for socket in dict.fromkeys(found):
+            if socket.closed:  # another one's frame may have had it
+                continue
+            try:
+                if self._door is not None and socket in self._door.sockets:
+                    self._door.serve(socket)
+                    self._readiness.use(socket)
+                elif socket in self._monitored:
+                    self._turned_away(self._monitored[socket])
+                else:
+                    self._receive(socket)
+            except Exception as error:
+                self._readiness.use(socket)
+                broken = error
+        return broken
 
     def _turned_away(self, route: Route) -> None:
         if self._door is not None and route.monitor is not None and (why := self._door.turned_away(route.monitor)):
@@ -334,18 +332,18 @@ class Channel:
         if self._once.first(f"{address} {why}"):
             log.warning("no way to %s: %s", address, why)
 
-    def _take_calls(self) -> None:
-        for _ in range(MOST_CALLS):  # those made meanwhile too; then the sockets have their turn
-            if not self._calls:
+    def _take(self, calls: deque[Callable[[], object]], most: int) -> None:
+        for _ in range(most):  # those made meanwhile too; then the sockets have their turn
+            if not calls:
                 return
             try:
-                self._calls.popleft()()
+                calls.popleft()()
             except Exception:
                 self._failures.note("call", "a call on the control thread failed; the others go on")
 
-    def _receive(self, socket: zmq.Socket[bytes]) -> None:
-        for number in range(256):  # then other sockets and timers have their turn
-            if socket.closed or (number and not int(socket.get(zmq.EVENTS)) & READABLE):
+    def _receive(self, socket: Socket) -> None:
+        for _ in range(256):
+            if socket.closed or not readable(socket):
                 return
             try:
                 route = self._routes.get(socket) or Route(socket, socket.recv(zmq.NOBLOCK))  # the ROUTER's first part says who
@@ -360,6 +358,7 @@ class Channel:
                 continue
             for _ in range(self.tap(route, frame, False)):
                 self.take(route, frame)
+        self._readiness.use(socket)  # other sockets and timers have their turn
 
     def take(self, route: Route, frame: bytes) -> None:
         """Handle a frame that came, or is said to have come, over a route."""
@@ -380,10 +379,9 @@ class Channel:
         self._router.close()
         if self._door is not None:
             self._door.close()
-        with self._wake_lock:
-            self._context.term()
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+        self._closed = True
+        self._context.term()
+        self._readiness.close()
 
 
 def _worth_a_line(number: int) -> bool:

@@ -33,7 +33,7 @@ from kvcore.peers import Peers
 from kvcore.planner import Layout
 from kvcore.process import instance_id
 from kvcore.protocol import events as ev
-from kvcore.protocol.messages import Destination
+from kvcore.protocol.messages import Destination, Status
 from kvcore.room import Room, room_id
 from kvcore.rooms import RoomTable
 from kvcore.routes import Routes, Search
@@ -171,8 +171,22 @@ class Core:
     # --- what the table reaches (``rooms.Outside``); called under its lock
 
     def send(self, effect: ev.Send) -> None:
-        """Send a room message."""
-        self.channel.call(lambda: self._peers.send(effect.to, effect.message))
+        """Send a room message, with ``settle``; that a sender is TRANSFERRING only where its first tickets do not end as they start."""
+        message = effect.message
+        if isinstance(message, Status) and message.state is KVPoll.TRANSFERRING:
+            self._ledger.afterwards(lambda: self._goes_on(effect, RoomId(message.room, message.attempt)))
+        else:
+            self.channel.post(lambda: self._peers.send(effect.to, message))
+
+    def _goes_on(self, effect: ev.Send, room: RoomId) -> None:
+        record = self.table.get("prefill", room)
+        if record is not None and not record.status.terminal:
+            self.channel.post(lambda: self._peers.send(effect.to, effect.message))
+            self.channel.settle()
+
+    def settle(self) -> None:
+        """Carry out what may be done without the table's lock."""
+        self.channel.settle()
 
     def start(self, room: Room, effect: ev.Start) -> None:
         """Start a ticket."""
@@ -180,8 +194,11 @@ class Core:
 
     def seek(self, room: Room) -> None:
         """Find a receiver's sender ranks."""
+        group = room.group
+        if (peers := self.routes.known(group.address, room.id, group.dp_rank)) is not None:
+            return self._found(room, peers)
         search = Search(
-            room.group.address, room.id, room.group.dp_rank,
+            group.address, room.id, group.dp_rank,
             lambda group, dp_rank: gathering.expected(self._peers.me, group, dp_rank, room.id.number),
             lambda: self.table.seeks_route(room), lambda peers: self._found(room, peers), lambda code, text: self._fail(room, code, text),
         )  # fmt: skip

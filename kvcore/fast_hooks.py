@@ -85,6 +85,12 @@ class FastHooks:
         self._owed.append(("kvcore_abort", lambda: self._hooks.kvcore_abort(room=room, tickets=tickets)))
         self.catch_up()
 
+    @property
+    def clears(self) -> bool:
+        """Whether anybody wants to hear of ``clear``: the backend, or an observer around it."""
+        implementations = getattr(self._hooks.kvcore_clear, "get_hookimpls", None)
+        return implementations is None or bool(implementations())
+
     def clear(self, room: RoomKey) -> None:
         """Drop what is held for a lifetime; now, or as soon as the backend is free."""
         self._owed.append(("kvcore_clear", lambda: self._hooks.kvcore_clear(room=room)))

@@ -29,6 +29,8 @@ from kvcore.wire import MAX_LETTER_BYTES
 MAX_LISTED = (MAX_LETTER_BYTES - 2**16) // 4
 """Pages of a destination, which travels as one letter; the rest of it is left for names."""
 
+I4 = np.dtype("<i4")
+
 H = TypeVar("H", bound="Handle")
 PageList = Iterable[int] | npt.ArrayLike
 Pages = Mapping[str, PageList] | PageList
@@ -133,7 +135,7 @@ class Handle:
     def _block(self, reached: Callable[[], bool], timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
         changed = Bell()
-        unwatch = self._owner.table.watch(self._room, changed.ring)
+        unwatch = self._owner.table.watch(self._room, lambda: changed.ring() if reached() else None)
         try:
             while not reached():
                 left = None if deadline is None else deadline - time.monotonic()
@@ -329,7 +331,7 @@ class Receiver(Handle):
                 f"room {self._room.id}: pools {shown(sorted(chosen))} are both for the sender's {shown(source)}; list one of them"
             )
         for name, indices in chosen.items():
-            pages = np.ascontiguousarray(indices, "<i4").tobytes()
+            pages = indices.astype(I4).tobytes()
             return PoolPages(source, pages, prefix, "" if name == source else name)
         return PoolPages(source, b"", prefix)
 

@@ -20,6 +20,7 @@ from kvcore.fast_hooks import FastHooks
 from kvcore.hookspecs import RETRY, Capabilities, Hooks, Ticket, TicketKind, TicketState
 from kvcore.logs import Failures, about
 from kvcore.metrics import Metrics
+from kvcore.pace import LONGEST_WAIT_S, over, pause_s
 from kvcore.planner import Layout
 from kvcore.protocol import events as ev
 from kvcore.pulse import Pulse
@@ -28,8 +29,6 @@ from kvcore.states import FailureCode, Reason, RoomKey
 from kvcore.tickets import Entry, Incoming, Part, PeerView, transfers
 from kvcore.workers import STUCK_PER_WORKER, Job, Workers
 
-SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.00005, 0.02
-SHORTEST_LISTEN_S, LONGEST_LISTEN_S = 0.0003, 0.2  # of a target that must work; the longest while no sender has said that it writes
 LAST_RETRY_S = 0.1
 LANE_PARTS = 2  # of a ticket at once, so that a lane never waits for the next
 
@@ -38,28 +37,20 @@ class Ledger:
     """Owns all tickets of one manager. Commands come from any thread and are taken in order by the progress thread."""
 
     def __init__(
-        self,
-        hooks: Hooks,
-        capabilities: Capabilities,
-        local: Layout,
-        ticket_s: float,
-        metrics: Metrics,
-        peer: Callable[[str], PeerView | None],
-        ended: Callable[[Room, ev.Ended], None],
-        broken: Callable[[str, str], None],
-        incoming: Incoming,
-        clock: Callable[[], float] = time.monotonic,
-        rank: int = 0,
-    ) -> None:
+        self, hooks: Hooks, capabilities: Capabilities, local: Layout, ticket_s: float, metrics: Metrics,
+        peer: Callable[[str], PeerView | None], ended: Callable[[Room, ev.Ended], None], broken: Callable[[str, str], None],
+        incoming: Incoming, clock: Callable[[], float] = time.monotonic, rank: int = 0,
+    ) -> None:  # fmt: skip
         self._hooks, self._capabilities, self._local = FastHooks(hooks), capabilities, local
         self._ticket_s, self._metrics, self._clock, self._rank = ticket_s, metrics, clock, rank
         self._peer, self._ended, self._broken, self._incoming = peer, ended, broken, incoming
         self._commands: deque[Callable[[], None]] = deque()
+        self._afterwards: deque[Callable[[], None]] = deque()
         self._entries: dict[tuple[ev.Pair, RoomKey, int], Entry] = {}
         self._to_forget = self._forgotten = 0
         parallel = 1 if capabilities.exclusive else capabilities.parallel
         self.workers = Workers(parallel, 1 if capabilities.exclusive else STUCK_PER_WORKER * parallel)
-        self._bell, self._stopping = Bell(), False
+        self._bell, self._stopping, self._resting = Bell(), False, False
         self._failures = Failures(logging.getLogger("kvcore.ledger"))
         self.backend_rooms = 0
         """Lifetimes that the backend held something for when the ledger last had nothing to do (B4)."""
@@ -81,8 +72,14 @@ class Ledger:
         """End what has not been posted, and cancel the rest where the engine can (A5)."""
         self._order(lambda: self._cancel(key))
 
+    def afterwards(self, call: Callable[[], None]) -> None:
+        """Have something done once the engine has what was ordered so far."""
+        self._order(lambda: self._afterwards.append(call))
+
     def forget(self, key: RoomKey) -> None:
         """Have the backend drop what it holds for a lifetime (C1)."""
+        if not self._hooks.clears:
+            return
         self._to_forget += 1
         self._order(lambda: self._forget(key))
 
@@ -97,8 +94,8 @@ class Ledger:
         return entry.pages if entry is not None else 0
 
     def wake(self) -> None:
-        """A room here may be written to from now on: drive an engine whose target must work."""
-        if self._capabilities.needs_progress:
+        """A room here may be written to from now on: drive an engine whose target must work, and at once where its sender says so."""
+        if self._capabilities.needs_progress and (self._resting or self._incoming.arriving):
             self._order(lambda: None)
 
     def stop(self, timeout_s: float) -> bool:
@@ -149,28 +146,28 @@ class Ledger:
                 self._failures.note("turn", "the progress thread goes on after an error")
                 busy, failed, idle_since = False, True, -math.inf  # what is broken for good must not keep it busy
             now = self._clock()
-            idle_since = now if busy else idle_since
+            idle_since = now if busy and self._flowing else idle_since
             self._rest(now - idle_since, failed)
 
     def _rest(self, quiet_s: float, failed: bool) -> None:
-        """Sleep ever longer while nothing moves; without tickets, until something comes. To spin would keep others out for 5 ms."""
+        """Sleep before the next turn; where nothing changes here by itself, until something comes."""
         if quiet_s <= 0:
             return self.pulse.rests()
-        shortest, longest = SHORTEST_WAIT_S if self._entries else SHORTEST_LISTEN_S, LONGEST_WAIT_S if self._flowing else LONGEST_LISTEN_S
-        pause: float | None = min(max(quiet_s / 32, shortest), longest)
+        pause: float | None = pause_s(quiet_s, self._entries.values(), self._flowing)
+        self._resting = True  # before the look: whoever makes it untrue rings
         if self._at_rest():
             held = self._hooks.held_rooms()
             self.backend_rooms = self.backend_rooms if held is None else held
             pause = LONGEST_WAIT_S if held is None else None
+        else:
+            self._resting = False
         if not failed:
             self.pulse.rests()
         self._bell.sleep(pause)
+        self._resting = False
 
     def _at_rest(self) -> bool:
-        """Whether nothing changes here by itself. What only a fence can end needs no turns."""
-        if self._commands or self._hooks.owed or self._must_progress():
-            return False
-        return all(entry.unproven and not entry.running for entry in self._entries.values())
+        return not (self._commands or self._afterwards or self._hooks.owed or self._must_progress()) and over(self._entries.values())
 
     @property
     def _flowing(self) -> bool:
@@ -185,15 +182,17 @@ class Ledger:
         self._hooks.catch_up()
         for _ in range(len(self._commands)):
             self._guarded(self._commands.popleft())
-        if self._must_progress():
-            moved |= self._hooks.progress() and self._flowing
         for entry in list(self._entries.values()):
             if entry.waiting or entry.coming is not None:
                 moved |= self._post(entry, now)
+        if self._must_progress():
+            moved |= self._hooks.progress() and self._flowing
         moved |= self._poll()
         for entry in list(self._entries.values()):
             if entry.running:
                 self._limit(entry, now)
+        while self._afterwards:
+            self._guarded(self._afterwards.popleft())
         return moved
 
     def _post(self, entry: Entry, now: float) -> bool:

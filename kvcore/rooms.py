@@ -62,6 +62,7 @@ class Outside(Protocol):
     def changed(self, room: Room, old: KVPoll | None) -> None: ...
     def wake_by(self, when: float) -> None: ...
     def listen(self) -> None: ...
+    def settle(self) -> None: ...
 
 
 _STEP: dict[Side, Callable[..., tuple[State, tuple[ev.Effect, ...]]]] = {"prefill": sender.step, "decode": receiver.step}
@@ -132,6 +133,7 @@ class RoomTable:
                     watchers += self._step(*self._events.popleft())
             finally:
                 self._stepping = False
+        self._outside.settle()
         for watcher in watchers:
             watcher()
 

@@ -156,7 +156,7 @@ def test_send_s_a_route_knows_since_when_nothing_could_be_sent() -> None:
 
 
 def test_send_s_a_dialled_route_is_blocked_when_its_queue_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcore.channel.HIGH_WATER", 5)
+    monkeypatch.setattr("kvcore.sockets.HIGH_WATER", 5)
     routes: list[Route] = []
     with listening() as port:
         nobody = Address("127.0.0.1", unused_port())

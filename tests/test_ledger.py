@@ -445,7 +445,7 @@ def test_an_engine_that_needs_it_is_driven_while_a_ticket_is_in_flight(bench: Be
 def test_an_engine_whose_target_must_work_is_driven_seldom_until_a_sender_says_that_it_writes(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcore.ledger.LONGEST_WAIT_S", 0.001)
+    monkeypatch.setattr("kvcore.pace.LONGEST_WAIT_S", 0.001)
     driven: list[float] = []
     bench.engine.kvcore_progress = lambda: driven.append(time.monotonic())  # type: ignore[attr-defined]
 

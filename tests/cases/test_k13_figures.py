@@ -155,11 +155,11 @@ def test_c107_one_socket_that_cannot_be_read_holds_up_no_other(monkeypatch: pyte
     with duo() as pair:
         pair.pair()
         control = pair.prefill.control
-        poll, receive = control._poller.poll, control._receive
+        wait, receive = control._readiness.wait, control._receive
         bad = control._context.socket(zmq.DEALER)
 
-        def polled(wait_ms: int) -> list[tuple[object, int]]:
-            return [(bad, zmq.POLLIN), *poll(min(wait_ms, 10))]
+        def waited(timeout_s: float) -> list[zmq.Socket[bytes]]:
+            return [bad, *wait(min(timeout_s, 0.01))]
 
         def received(socket: zmq.Socket[bytes]) -> None:
             if socket is bad:
@@ -167,7 +167,7 @@ def test_c107_one_socket_that_cannot_be_read_holds_up_no_other(monkeypatch: pyte
             receive(socket)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(control, "_poller", type("Poller", (), {"poll": staticmethod(polled)}))
+            patch.setattr(control._readiness, "wait", waited)
             patch.setattr(control, "_receive", received)
             pair.transfer([1, 2], [3, 4])
         bad.close(0)

@@ -135,6 +135,9 @@ class Node:
     def listen(self) -> None:
         """Engines here need nobody to drive them."""
 
+    def settle(self) -> None:
+        """What is said is under way at once here."""
+
     def wake_by(self, when: float) -> None:
         self.wake = min(self.wake, when)
 
