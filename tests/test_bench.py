@@ -68,7 +68,7 @@ def test_rooms_are_measured_at_every_number_in_flight() -> None:
     assert found["versions"]["distribution"] == "kvcore" and found["machine"]["cores"] >= 1  # type: ignore[index]
     assert found["parameters"] == {
         "rooms": 24, "in_flight": [1, 8], "page_bytes": 512, "repeats": 2, "measured_from": ["open", "receive"], "waiting": [3],
-        "options": {}, "host": "127.0.0.1",
+        "options": {}, "host": "127.0.0.1", "topology": "p1d1",
     }  # fmt: skip
     cases = [(clock, 3, in_flight) for in_flight in (1, 8) for clock in ("open", "receive")]
     for one, (clock, waiting, in_flight) in zip(found["results"], cases, strict=True):  # type: ignore[arg-type]

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 import kvcore
-from kvcore.bench.setup import Address, Go, Ready, Setup, manager, percentiles
+from kvcore.bench.setup import Go, Ready, Setup, buffer_for, manager, percentiles, started
 from kvcore.bench.waiting import PAGE_BYTES, Opener, Waiting
-from kvcore.buffers import Buffer, memory_kinds
 from kvcore.progress import Watch
-from kvcore.sides import SIDES, Close, Link, Sides, ToolError
+from kvcore.sides import SIDES, Close, Link, ToolError
 from kvcore.states import KVPoll, Side
 
 
@@ -29,8 +28,8 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Aborts by one side: milliseconds from the call of ``abort`` until a thread of the other side that waits has seen FAILED. Of all
-    repeats together, and of each; percentiles from 0 to 100."""
+    """Aborts by one side: milliseconds from the call of ``abort`` until a thread of the other side that waits has seen FAILED. Of several
+    ranks the first aborts, and the last of the other side's counts. Of all repeats together, and of each; percentiles from 0 to 100."""
 
     aborted_by: Side
     rooms: int
@@ -52,18 +51,16 @@ class Times:
 def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
     """Measure aborts by either side; of the repeats all count together. Raises ``ToolError`` if a room fails for another reason."""
     results = []
-    with Sides("bench", work, (setup, parameters), setup.patience_s, watch, setup.debug) as sides:
-        sides.tell("decode", sides.hear("prefill", Address))
-        for aborting in SIDES:
+    with started(work, setup, (setup, parameters), watch) as sides:
+        for aborting, other in (SIDES, SIDES[::-1]):
             took = list[list[float]]()
             for _ in range(parameters.repeats):
                 watch("measuring", f"aborts by {aborting}")
                 sides.tell_both(Go(aborting))
-                sides.hear_both(Ready)
+                sides.hear_all(Ready)
                 sides.tell_both(Go())
-                times = {side: np.array(each.seconds) for side, each in sides.hear_both(Times).items()}
-                seen = times["decode" if aborting == "prefill" else "prefill"]
-                took.append(list(1e3 * (seen - times[aborting])))
+                aborted, seen = ([each.seconds for each in sides.hear_side(side, Times)] for side in (aborting, other))
+                took.append(list(1e3 * (np.max(seen, axis=0) - np.array(aborted[0]))))
             results.append(result(aborting, took))
         sides.close()
     return results
@@ -84,9 +81,9 @@ def table(results: Sequence[Result]) -> Iterator[str]:
 
 
 def work(side: Side, settings: tuple[Setup, Parameters], link: Link) -> None:
-    """One of the two processes."""
+    """One of the processes. Of a side that aborts the first rank does, and the others see it too."""
     setup, parameters = settings
-    with manager(side, setup, Buffer(memory_kinds(setup.backend), 1, PAGE_BYTES)) as mine:
+    with manager(side, setup, buffer_for(side, setup, 1, PAGE_BYTES * setup.ranks.heads), link) as mine:
         opener = Opener(mine, side, link)
         opener.meet(setup)
         attempt = 1
@@ -96,7 +93,8 @@ def work(side: Side, settings: tuple[Setup, Parameters], link: Link) -> None:
             waiting.grow(parameters.rooms)
             link.tell(Ready())
             link.hear(Go)
-            times = _abort(waiting.handles, parameters.gap_s) if order.way == side else _see(waiting.handles, setup)
+            aborts = order.way == side and not link.rank
+            times = _abort(waiting.handles, parameters.gap_s) if aborts else _see(waiting.handles, setup)
             link.tell(Times(tuple(times)))
             waiting.clear()
             attempt += 1

@@ -11,13 +11,29 @@ from typing import Literal
 import numpy as np
 
 from kvcore.bench.bare import Bare
-from kvcore.bench.floor import Beside, Figures, Turns, meet
-from kvcore.bench.setup import GIB, MIB, SEED, Address, Clock, Go, Measured, Ready, Setup, finish, manager, orders, verify
-from kvcore.buffers import Buffer, memory_kinds, random_pages
+from kvcore.bench.floor import Beside, Figures, NoTurns, Turns, meet
+from kvcore.bench.setup import (
+    GIB,
+    MIB,
+    Address,
+    Clock,
+    Go,
+    Measured,
+    Ready,
+    Setup,
+    buffer_for,
+    content,
+    finish,
+    manager,
+    orders,
+    started,
+    together,
+    verify,
+)
 from kvcore.manager import KVManager
 from kvcore.memory import Indices
 from kvcore.progress import Watch
-from kvcore.sides import SIDES, Link, Sides
+from kvcore.sides import SIDES, Link
 from kvcore.states import Side
 
 Order = Literal["scattered", "contiguous"]
@@ -54,7 +70,8 @@ class Raw:
 @dataclass(frozen=True, slots=True)
 class Result:
     """Of one size of a page in one order: medians of the repeats, from decode's opening of a room to its SUCCESS. A GB is 10**9 bytes.
-    ``raw``: None where the backend offers no floor."""
+    Of several ranks a room's time is from the first to the last, and CPU time that of all. ``raw``: None where the backend offers no floor,
+    and with several ranks, as is ``bare``."""
 
     page_bytes: int
     order: Order
@@ -68,7 +85,7 @@ class Result:
     decode_cpu_s_per_gib_each: tuple[float, ...]
     bytes_verified: int
     raw: Raw | None
-    bare: Bare
+    bare: Bare | None
 
 
 def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
@@ -80,19 +97,18 @@ def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
 def _measure(setup: Setup, parameters: Parameters, watch: Watch) -> Result:
     (page_bytes,), (order,) = parameters.page_bytes, parameters.order
     repeats = []
-    with Sides("bench", work, (setup, parameters), setup.patience_s, watch, setup.debug) as sides:
-        sides.tell("decode", sides.hear("prefill", Address))
+    with started(work, setup, (setup, parameters), watch) as sides:
         nbytes = pages_of(parameters, page_bytes) * page_bytes
-        floor = Turns(sides, meet(sides), nbytes / 1e9, nbytes)
+        floor = Turns(sides, meet(sides), nbytes / 1e9, nbytes) if setup.ranks.alone else NoTurns()
         for repeat in range(parameters.repeats + 1):
             watch(
                 "measuring",
                 f"{order} pages of {page_bytes} bytes, " + (f"repeat {repeat} of {parameters.repeats}" if repeat else "warming up"),
             )
-            sides.tell("prefill", Go())
-            sides.hear("prefill", Ready)
-            sides.tell("decode", Go())
-            repeats.append(sides.hear_both(Measured))
+            sides.tell_side("prefill", Go())
+            sides.hear_side("prefill", Ready)
+            sides.tell_side("decode", Go())
+            repeats.append(together(sides.hear_all(Measured)))
             floor.take() if repeat else floor.warm_up()
         sides.close()
     return result(page_bytes, parameters, repeats[1:], floor.bare, floor.figures)
@@ -104,7 +120,7 @@ def pages_of(parameters: Parameters, page_bytes: int) -> int:
 
 
 def result(
-    page_bytes: int, parameters: Parameters, repeats: Sequence[dict[Side, Measured]], machine: Bare, floor: Figures | None = None
+    page_bytes: int, parameters: Parameters, repeats: Sequence[dict[Side, Measured]], machine: Bare | None, floor: Figures | None = None
 ) -> Result:
     """What the repeats come to."""
     pages = pages_of(parameters, page_bytes)
@@ -152,7 +168,8 @@ def table(results: Sequence[Result]) -> Iterator[str]:
         yield f"{room} {_rates(one)}"
         if one.raw is not None:
             yield f"{'  engine alone: ' + one.raw.way:<{len(room)}} {_rates(one.raw)}   kvcore: {one.raw.kvcore_share:.0%} of it"
-        yield str(one.bare)
+        if one.bare is not None:
+            yield str(one.bare)
     yield f"all of {sum(one.bytes_verified for one in results) / MIB:.4g} MiB verified"
 
 
@@ -162,18 +179,19 @@ def _rates(one: Result | Raw) -> str:
 
 
 def work(side: Side, settings: tuple[Setup, Parameters], link: Link) -> None:
-    """One of the two processes."""
+    """One of the processes."""
     setup, parameters = settings
     (page_bytes,) = parameters.page_bytes
-    buffer = Buffer(memory_kinds(setup.backend), pages_of(parameters, page_bytes), page_bytes)
-    (_prefill if side == "prefill" else _decode)(setup, parameters.order[0], buffer, link)
+    (_prefill if side == "prefill" else _decode)(setup, parameters.order[0], pages_of(parameters, page_bytes), page_bytes, link)
 
 
-def _prefill(setup: Setup, order: Order, buffer: Buffer, link: Link) -> None:
-    buffer.write(random_pages(SEED, *buffer.tensor.shape))
-    pages = listed(order, "prefill", len(buffer.tensor))
-    with manager("prefill", setup, buffer) as prefill:
-        link.tell(Address(prefill.address))
+def _prefill(setup: Setup, order: Order, count: int, page_bytes: int, link: Link) -> None:
+    buffer = buffer_for("prefill", setup, count, page_bytes)
+    buffer.write(content("prefill", link.rank, setup, count, page_bytes))
+    pages = listed(order, "prefill", count)
+    with manager("prefill", setup, buffer, link) as prefill:
+        if not link.rank:
+            link.tell(Address(prefill.address))
         with Beside("prefill", setup, buffer, link) as beside:
             for room, go in enumerate(orders(link)):
                 if go.way:
@@ -191,10 +209,11 @@ def _send(prefill: KVManager, room: int, pages: Indices, setup: Setup, link: Lin
         return clock.read()
 
 
-def _decode(setup: Setup, order: Order, buffer: Buffer, link: Link) -> None:
-    sent = random_pages(SEED, *buffer.tensor.shape)[listed(order, "prefill", len(buffer.tensor))]
-    pages = listed(order, "decode", len(buffer.tensor))
-    with manager("decode", setup, buffer) as decode:
+def _decode(setup: Setup, order: Order, count: int, page_bytes: int, link: Link) -> None:
+    buffer = buffer_for("decode", setup, count, page_bytes)
+    sent = content("decode", link.rank, setup, count, page_bytes)[listed(order, "prefill", count)]
+    pages = listed(order, "decode", count)
+    with manager("decode", setup, buffer, link) as decode:
         address = link.hear(Address).text
         sources = np.arange(len(pages))
         with Beside("decode", setup, buffer, link) as beside:

@@ -173,6 +173,18 @@ class Turns:
         return {"prefill": prefill, "decode": self._sides.hear("decode", Measured)}
 
 
+class NoTurns:
+    """Where a side is several processes nothing stands beside it."""
+
+    figures = bare = None
+
+    def warm_up(self) -> None:
+        """Nothing."""
+
+    def take(self) -> None:
+        """Nothing."""
+
+
 # --- in the two processes
 
 
@@ -180,7 +192,7 @@ class Raw:
     """A side's engine by itself, with the pages of a measurement."""
 
     def __init__(self, floor: Floor, side: Side, setup: Setup, buffer: Buffer) -> None:
-        self._floor, self._name, self._pool = floor, f"kvcore-bench-{side}", pool(buffer)
+        self._floor, self._name, self._pool = floor, f"kvcore-bench-{side}", pool(buffer, side, setup)
         _, _, info = registry.plugin_manager(registry.load_backend(setup.backend))
         host = interfaces.placed(setup.host, "")["host"]
         context = OpenContext(self._name, side, 0, host, host, logging.getLogger("kvcore.bench"), (self._pool.geometry,))
@@ -224,12 +236,15 @@ class Raw:
 
 
 class Beside:
-    """What a side has beside its manager, and the meeting with the other side's. Its context ends the engine."""
+    """What a side has beside its manager, and the meeting with the other side's; nothing if either side is several processes. Its context
+    ends the engine."""
 
     def __init__(self, side: Side, setup: Setup, buffer: Buffer, link: Link) -> None:
-        entry = offered(setup.backend)
+        entry = offered(setup.backend) if setup.ranks.alone else None
         self._floor: Floor | None = entry.load()() if entry is not None else None
         self._link, self._buffer = link, buffer
+        if not setup.ranks.alone:
+            return
         self._raw = Raw(self._floor, side, setup, buffer) if self._floor is not None else None
         if side == "decode":
             self._echo = Echo(setup)

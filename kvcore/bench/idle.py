@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvcore.bench.loop import carry
-from kvcore.bench.setup import Address, Clock, Go, Ready, Setup, manager
+from kvcore.bench.setup import Clock, Go, Ready, Setup, buffer_for, manager, started
 from kvcore.bench.waiting import PAGE_BYTES, SPARE_PAGE, Opener, Waiting
-from kvcore.buffers import Buffer, memory_kinds
 from kvcore.flight import MOST_ENTRIES
 from kvcore.progress import Watch
-from kvcore.sides import Close, Link, Sides
+from kvcore.sides import SIDES, Close, Link
 from kvcore.states import Side
 
 FILLING_ROOMS = MOST_ENTRIES // 12
@@ -40,9 +39,9 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of so many waiting rooms; medians of the repeats. Each process's share of one core, in percent; how long one ``poll_all`` of all
-    rooms takes; and how much more anonymous memory is resident than before they were opened, by room. None without rooms, memory also
-    where the system does not tell."""
+    """Of so many waiting rooms; medians of the repeats. Each side's share of one core, in percent; how long one ``poll_all`` of all
+    rooms takes; and how much more anonymous memory is resident than before they were opened, by room. Of several ranks the sum, and the
+    longest ``poll_all``. None without rooms, memory also where the system does not tell."""
 
     rooms: int
     window_s: float
@@ -71,16 +70,23 @@ class Seen:
 def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
     """Measure without a room, then with all of them. Raises ``ToolError`` if a room does not wait all the time."""
     results = []
-    with Sides("bench", work, (setup, parameters), setup.patience_s, watch, setup.debug) as sides:
-        sides.tell("decode", sides.hear("prefill", Address))
+    with started(work, setup, (setup, parameters), watch) as sides:
         for rooms in (0, parameters.rooms):
             watch("measuring", f"{rooms} waiting rooms")
             sides.tell_both(Go())
-            sides.hear_both(Ready)
+            sides.hear_all(Ready)
             sides.tell_both(Go())
-            results.append(result(rooms, parameters, sides.hear_both(Seen)))
+            results.append(result(rooms, parameters, {side: of_side(sides.hear_side(side, Seen)) for side in SIDES}))
         sides.close()
     return results
+
+
+def of_side(ranks: Sequence[Seen]) -> Seen:
+    """What all ranks of a side come to: the sum of CPU and memory, and the longest look."""
+    memory = [one.bytes_per_room for one in ranks if one.bytes_per_room is not None]
+    cpu = tuple(sum(window) for window in zip(*(one.cpu_percent for one in ranks), strict=True))
+    polls = tuple(max(looks) for looks in zip(*(one.poll_all_ms for one in ranks), strict=True))
+    return Seen(cpu, polls, sum(memory) if memory else None)
 
 
 def result(rooms: int, parameters: Parameters, seen: dict[Side, Seen]) -> Result:
@@ -117,9 +123,9 @@ def _shown(value: float | None, form: str) -> str:
 
 
 def work(side: Side, settings: tuple[Setup, Parameters], link: Link) -> None:
-    """One of the two processes."""
+    """One of the processes."""
     setup, parameters = settings
-    with manager(side, setup, Buffer(memory_kinds(setup.backend), 1, PAGE_BYTES)) as mine:
+    with manager(side, setup, buffer_for(side, setup, 1, PAGE_BYTES * setup.ranks.heads), link) as mine:
         opener = Opener(mine, side, link)
         opener.meet(setup)
         filling = range(1, min(FILLING_ROOMS, 4 * parameters.rooms) + 1)  # a few rooms take nothing that could be told from chance

@@ -13,11 +13,10 @@ from typing import Literal, get_args
 import numpy as np
 
 import kvcore
-from kvcore.bench.setup import Address, Go, Ready, Setup, manager, percentiles
+from kvcore.bench.setup import Go, Ready, Setup, buffer_for, manager, percentiles, started
 from kvcore.bench.waiting import PAGE_BYTES, SETTLE_S, SPARE_PAGE, STEP_S, Opener
-from kvcore.buffers import Buffer, memory_kinds
 from kvcore.progress import Watch
-from kvcore.sides import SIDES, Close, Link, Sides, ToolError
+from kvcore.sides import SIDES, Close, Link, ToolError
 from kvcore.states import KVPoll, Side
 
 Stage = Literal["joined", "published", "transferring"]
@@ -43,7 +42,8 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of the rooms of one side at one stage: seconds from the signal to the other side's process until a thread that waits has seen FAILED.
+    """Of the rooms of one side at one stage: seconds from the signal to the other side's process until a thread that waits has seen FAILED;
+    of several ranks all of the one side are struck, and the last of the other counts.
     ``joined``: both handles are open, and nothing is published yet; ``published``: nothing is handed over yet; ``transferring``: a first
     chunk has been moved, the last is to come. ``over_limit_s``: how much later than the liveness limit the last was seen; the limit counts
     from the last message of the side that was struck, so this may be below 0. None for SIGKILL, which is seen without the limit. ``codes``:
@@ -88,14 +88,20 @@ def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
 def _once(struck: Side, sign: signal.Signals, setup: Setup, parameters: Parameters, watch: Watch) -> tuple[float, Ends]:
     """When it was struck, and what the other side saw."""
     living: Side = "decode" if struck == "prefill" else "prefill"
-    with Sides("bench", work, (setup, parameters), setup.patience_s, watch, setup.debug) as sides:
-        sides.tell("decode", sides.hear("prefill", Address))
+    with started(work, setup, (setup, parameters), watch) as sides:
         sides.tell_both(Go(struck))
-        sides.hear_both(Ready)
+        sides.hear_all(Ready)
         at = sides.strike(struck, sign)
-        ends = sides.hear(living, Ends)
+        ends = sides.hear_side(living, Ends)
         sides.close()
-    return at, ends
+    return at, last(ends)
+
+
+def last(ranks: Sequence[Ends]) -> Ends:
+    """Of each room what the rank has seen that saw its end last."""
+    rooms = [max(each) for each in zip(*(zip(one.seconds, one.codes, strict=True) for one in ranks), strict=True)]
+    seconds, codes = zip(*rooms, strict=True)
+    return Ends(seconds, codes, ranks[0].reason)
 
 
 def result(struck: Side, sign: Signal, stage: int, parameters: Parameters, repeats: Sequence[tuple[float, Ends]]) -> Result:
@@ -130,9 +136,10 @@ def table(results: Sequence[Result]) -> Iterator[str]:
 
 
 def work(side: Side, settings: tuple[Setup, Parameters], link: Link) -> None:
-    """One of the two processes."""
+    """One of the processes."""
     setup, parameters = settings
-    with manager(side, setup, Buffer(memory_kinds(setup.backend), 1, PAGE_BYTES), parameters.liveness_s) as mine:
+    buffer = buffer_for(side, setup, 1, PAGE_BYTES * setup.ranks.heads)
+    with manager(side, setup, buffer, link, parameters.liveness_s) as mine:
         opener = Opener(mine, side, link)
         opener.meet(setup)
         struck = link.hear(Go).way

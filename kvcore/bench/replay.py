@@ -182,7 +182,7 @@ def work(side: Side, settings: Settings, link: Link) -> None:
     """One of the two processes."""
     setup, parameters, _ = settings
     buffer = Buffer(memory_kinds(setup.backend), parameters.pages, parameters.page_bytes)
-    with manager(side, replace(setup, patience_s=WAIT_S), buffer) as mine:  # a request may wait long for pages
+    with manager(side, replace(setup, patience_s=WAIT_S), buffer, link) as mine:  # a request may wait long for pages
         try:
             _work(side, mine, buffer, settings, link)
         except Exception as error:  # before closing ends the other side's rooms, which would be heard of as the cause

@@ -77,7 +77,7 @@ def report(command: str, setup: Setup | None, parameters: Any, results: Sequence
     if setup is not None:
         installed = find_backend(setup.backend)
         versions = _beneath(installed.distribution) | versions | {"distribution": installed.distribution, "backend": installed.version}
-        given |= {"options": setup.options, "host": setup.host}
+        given |= {"options": setup.options, "host": setup.host, "topology": str(setup.ranks)}
     return Report(
         schema=SCHEMA,
         command=command,
@@ -156,7 +156,7 @@ def _kind(command: str) -> type[Any]:
     measurement, name = MEASUREMENTS[command], command.replace(" ", "_")
     given = [(name, str if kind is Path else kind) for name, kind in get_type_hints(measurement.parameters).items()]
     if command != "bench plan":
-        given += [("options", dict[str, Any]), ("host", str)]
+        given += [("options", dict[str, Any]), ("host", str), ("topology", str)]
     spelled = {
         "schema": Literal[1],
         "command": Literal[command],

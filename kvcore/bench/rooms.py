@@ -18,11 +18,24 @@ import numpy as np
 
 import kvcore
 from kvcore.bench.bare import Bare, over
-from kvcore.bench.floor import Beside, Figures, Turns, meet
-from kvcore.bench.loop import carry
-from kvcore.bench.setup import SEED, Address, Clock, Go, Measured, Ready, Setup, manager, orders, percentiles, verify
+from kvcore.bench.floor import Beside, Figures, NoTurns, Turns, meet
+from kvcore.bench.loop import Ended, Pace, all_ended, carry
+from kvcore.bench.setup import (
+    Clock,
+    Go,
+    Measured,
+    Ready,
+    Setup,
+    buffer_for,
+    content,
+    manager,
+    orders,
+    percentiles,
+    started,
+    together,
+    verify,
+)
 from kvcore.bench.waiting import STEP_S, Opener, Waiting, hand_over
-from kvcore.buffers import Buffer, memory_kinds, random_pages
 from kvcore.memory import Indices
 from kvcore.progress import Watch
 from kvcore.sides import SIDES, Link, Sides, ToolError
@@ -75,8 +88,9 @@ class Raw:
 @dataclass(frozen=True, slots=True)
 class Result:
     """Of one number of rooms in flight, beside so many that wait: medians of the repeats; latencies of all rooms, as decode's caller sees
-    them, from opening the receiver or from ``receive``, and of each repeat their median; their percentiles from 0 to 100. ``raw``: None
-    where the backend offers no floor. ``latency_over_wire``: with one in flight, the latency over what the wire takes for it, which is the
+    them, from opening the receiver or from ``receive``, and of each repeat their median; their percentiles from 0 to 100. Of several ranks
+    a room's time is from the first to the last, and CPU time that of all. ``raw``: None where the backend offers no floor, and with several
+    ranks, as is ``bare``. ``latency_over_wire``: with one in flight, the latency over what the wire takes for it, which is the
     engine's own transfer and control messages one way: four from opening the receiver, two from ``receive``."""
 
     measured_from: From
@@ -96,7 +110,7 @@ class Result:
     decode_cpu_us_per_room_each: tuple[float, ...]
     rooms_verified: int
     raw: Raw | None
-    bare: Bare
+    bare: Bare | None
     latency_over_wire: float | None
     latency_over_wire_each: tuple[float, ...]
 
@@ -112,6 +126,10 @@ class Case:
     def __str__(self) -> str:
         waiting = f" beside {self.waiting} that wait" if self.waiting else ""
         return f"{self.in_flight} in flight{waiting}, from {self.measured_from}"
+
+
+Settings = tuple[Setup, Parameters, Ended]
+"""What the processes are given; the last is of decode's ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +156,10 @@ class Batch:
 def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
     """Run all of it. Raises ``ToolError`` if a room fails or a page arrives with wrong bytes."""
     results = []
-    with Sides("bench", work, (setup, parameters), setup.patience_s, watch, setup.debug) as sides:
-        sides.tell("decode", sides.hear("prefill", Address))
-        ways = meet(sides)
+    with started(work, setup, (setup, parameters, all_ended(setup.ranks.decode)), watch) as sides:
+        ways, moved = meet(sides) if setup.ranks.alone else None, parameters.rooms * parameters.page_bytes
         for case, planned in batches(parameters).items():
-            floor, repeats = Turns(sides, ways, parameters.rooms, parameters.rooms * parameters.page_bytes), []
+            floor, repeats = Turns(sides, ways, parameters.rooms, moved) if ways is not None else NoTurns(), []
             for batch in planned:
                 watch("measuring", batch.note)
                 repeats.append(total([_measured(sides) for _ in batch.groups]))
@@ -152,12 +169,12 @@ def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
     return results
 
 
-def _measured(sides: Sides[tuple[Setup, Parameters]]) -> dict[Side, Measured]:
+def _measured(sides: Sides[Settings]) -> dict[Side, Measured]:
     """One group, once both sides are ready for it."""
     sides.tell_both(Go())
-    sides.hear_both(Ready)
+    sides.hear_all(Ready)
     sides.tell_both(Go())
-    return sides.hear_both(Measured)
+    return together(sides.hear_all(Measured))
 
 
 def total(groups: Sequence[dict[Side, Measured]]) -> dict[Side, Measured]:
@@ -185,7 +202,7 @@ def batches(parameters: Parameters) -> dict[Case, list[Batch]]:
 
 
 def result(
-    case: Case, parameters: Parameters, repeats: Sequence[dict[Side, Measured]], machine: Bare, floor: Figures | None = None
+    case: Case, parameters: Parameters, repeats: Sequence[dict[Side, Measured]], machine: Bare | None, floor: Figures | None = None
 ) -> Result:
     """What the repeats come to."""
     rooms = parameters.rooms
@@ -193,7 +210,8 @@ def result(
     latencies = np.concatenate([each["decode"].latencies_s for each in repeats]) * 1e3
     spread, medians = percentiles(latencies), tuple(1e3 * statistics.median(each["decode"].latencies_s) for each in repeats)
     cpu = {side: tuple(each[side].cpu_s / rooms * 1e6 for each in repeats) for side in SIDES}
-    over_wire = over(medians, floor.alone_ms if floor is not None else (), MESSAGES[case.measured_from], machine)
+    alone_ms = floor.alone_ms if floor is not None else ()
+    over_wire = over(medians, alone_ms, MESSAGES[case.measured_from], machine) if machine is not None else ()
     return Result(
         measured_from=case.measured_from,
         waiting=case.waiting,
@@ -248,20 +266,24 @@ def table(results: Sequence[Result]) -> Iterator[str]:
             cpu = f"{one.raw.prefill_cpu_us_per_transfer:>21.0f} {one.raw.decode_cpu_us_per_transfer:>7.0f}"
             yield f"{'':>29} {one.raw.transfers_per_s:>9.0f}   {alone:<50} {cpu}"
         wire = f"; latency is {one.latency_over_wire:.2f} times what the wire takes" if one.latency_over_wire is not None else ""
-        yield f"{'':>39}   {one.bare}{wire}"
+        if one.bare is not None:
+            yield f"{'':>39}   {one.bare}{wire}"
     yield f"every byte of {sum(one.rooms_verified for one in results)} rooms verified"
 
 
-def work(side: Side, settings: tuple[Setup, Parameters], link: Link) -> None:
-    """One of the two processes."""
-    setup, parameters = settings
-    (_prefill if side == "prefill" else _decode)(setup, parameters, link)
+def work(side: Side, settings: Settings, link: Link) -> None:
+    """One of the processes."""
+    setup, parameters, ended = settings
+    if side == "prefill":
+        _prefill(setup, parameters, link)
+    else:
+        _decode(setup, parameters, Pace(ended, link.rank), link)
 
 
 def _prefill(setup: Setup, parameters: Parameters, link: Link) -> None:
-    buffer = Buffer(memory_kinds(setup.backend), SOURCE_PAGES, parameters.page_bytes)
-    buffer.write(random_pages(SEED, SOURCE_PAGES, parameters.page_bytes))
-    with manager("prefill", setup, buffer) as prefill:
+    buffer = buffer_for("prefill", setup, SOURCE_PAGES, parameters.page_bytes)
+    buffer.write(content("prefill", link.rank, setup, SOURCE_PAGES, parameters.page_bytes))
+    with manager("prefill", setup, buffer, link) as prefill:
         opener = Opener(prefill, "prefill", link)
         waiting = Waiting(opener, setup)
 
@@ -283,10 +305,10 @@ def _prefill(setup: Setup, parameters: Parameters, link: Link) -> None:
         waiting.clear()
 
 
-def _decode(setup: Setup, parameters: Parameters, link: Link) -> None:
-    expected = random_pages(SEED, SOURCE_PAGES, parameters.page_bytes)
-    buffer = Buffer(memory_kinds(setup.backend), parameters.rooms, parameters.page_bytes)
-    with manager("decode", setup, buffer) as decode:
+def _decode(setup: Setup, parameters: Parameters, pace: Pace, link: Link) -> None:
+    expected = content("decode", link.rank, setup, SOURCE_PAGES, parameters.page_bytes)
+    buffer = buffer_for("decode", setup, parameters.rooms, parameters.page_bytes)
+    with manager("decode", setup, buffer, link) as decode:
         opener = Opener(decode, "decode", link)
         waiting = Waiting(opener, setup)
         ahead: dict[int, kvcore.Handle] = {}
@@ -306,8 +328,8 @@ def _decode(setup: Setup, parameters: Parameters, link: Link) -> None:
                     if batch.case.measured_from == "receive":
                         ahead |= _paired(opener, numbers, setup)
                     clock = _go(link)
-                    took = carry(decode, setup, numbers, batch.case.in_flight, begin)
-                    measured = clock.read(tuple(took))
+                    took, began = carry(decode, setup, numbers, batch.case.in_flight, begin, pace)
+                    measured = clock.read(tuple(took), tuple(began))
                     waiting.check()
                 verify(buffer.read()[places], expected[sources], setup)
                 buffer.clear()
