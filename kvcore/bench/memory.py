@@ -16,7 +16,7 @@ PAGE_COST = 768
 """Bytes that both sides together take to list and describe one page, beside the page; roughly."""
 ROOM_COST = 8 << 10
 """Bytes that both sides together take for one room; roughly."""
-RANK_COST = 48 << 20
+RANK_COST = 32 << 20
 """Bytes that a process takes with nothing in it; roughly."""
 
 
