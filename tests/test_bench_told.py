@@ -48,6 +48,22 @@ PLOTS = {
     "bench trace": ["Distribution of queueing and transfer and total", "CPU"],
     "bench plan": ["Each case"],
 }
+UNITS = {
+    r"gb_per_s$": r"GB \(10\^9 bytes\) a second",
+    r"_per_s$": "a second",
+    r"s_per_gib$": r"a GiB \(2\^30 bytes\), in seconds",
+    r"_gib$": r"GiB \(2\^30 bytes\)",
+    r"(^|_)us_": "microseconds",
+    r"(^|_)ms(_|$)": "milliseconds",
+    r"_s$|^seconds$": "seconds",
+    r"percent$": "percent",
+    r"share$": "1 for all",
+    r"bytes": "bytes",
+    r"pages": "pages",
+    r"tokens": "tokens",
+    r"rooms": "rooms",
+}
+"""What the description of a field says whose name has this in it, the first that fits."""
 TELLING = ("compare", "schema")
 """Commands that measure nothing."""
 HOSTILE = """<script>alert("1")</script> $x_1$ & 'it' </svg><img src=x onerror=y> #010200"""
@@ -106,6 +122,16 @@ def test_the_schema_is_printed_and_is_one() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout) == schema()
     jsonschema.Draft202012Validator.check_schema(schema())
+
+
+def test_every_field_of_the_schema_says_what_it_is_and_in_which_unit() -> None:
+    said = {
+        (kind, name): field.get("description", "") for kind, one in schema()["$defs"].items() for name, field in one["properties"].items()
+    }
+    assert [field for field, text in said.items() if not re.fullmatch(r"\S[^\n]*\.", text)] == []
+    for (kind, name), text in said.items():
+        words = next((words for unit, words in UNITS.items() if re.search(unit, name)), "") if not name.endswith("_each") else ""
+        assert re.search(words, text, re.IGNORECASE), (kind, name, text)
 
 
 @pytest.mark.parametrize("command", MEASURED)

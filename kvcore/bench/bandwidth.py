@@ -6,11 +6,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
 from kvcore.bench.bare import Bare
+from kvcore.bench.fields import told
 from kvcore.bench.floor import Beside, Figures, Turns, meet
 from kvcore.bench.setup import GIB, MIB, SEED, Address, Clock, Go, Measured, Ready, Setup, finish, manager, orders, verify
 from kvcore.buffers import Buffer, memory_kinds, random_pages
@@ -26,49 +27,47 @@ Order = Literal["scattered", "contiguous"]
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """A room has as many pages of each size as go into ``room_bytes``, but one at least. Each size is warmed up, then measured."""
+    """What is measured, for each size of a page and each order of the pages."""
 
-    page_bytes: tuple[int, ...] = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
-    room_bytes: int = 64 * MIB
-    repeats: int = 5
-    order: tuple[Order, ...] = ("scattered",)
+    page_bytes: Annotated[tuple[int, ...], told("Bytes of a page.")] = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
+    room_bytes: Annotated[int, told("Bytes of a room, which has as many whole pages as go into them, but one at least.")] = 64 * MIB
+    repeats: Annotated[int, told("How often each case is measured, after once for warming up.")] = 5
+    order: Annotated[tuple[Order, ...], told("How a room's pages lie on both sides.")] = ("scattered",)
 
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """The engine alone: its fastest way, the best rate of each way when it was tried, and what part of its rate kvcore has, which is the
-    median over turns that followed each other."""
+    """The engine alone, by its fastest way."""
 
-    way: str
-    tried_gb_per_s: dict[str, float]
-    gb_per_s: float
+    way: Annotated[str, told("The engine's way of posting that was the fastest when all were tried.")]
+    tried_gb_per_s: Annotated[dict[str, float], told("By way, GB (10^9 bytes) a second at best when it was tried.")]
+    gb_per_s: Annotated[float, told("GB (10^9 bytes) a second.")]
     gb_per_s_each: tuple[float, ...]
-    prefill_cpu_s_per_gib: float
+    prefill_cpu_s_per_gib: Annotated[float, told("Prefill's CPU time for a GiB (2^30 bytes), in seconds.")]
     prefill_cpu_s_per_gib_each: tuple[float, ...]
-    decode_cpu_s_per_gib: float
+    decode_cpu_s_per_gib: Annotated[float, told("Decode's CPU time for a GiB (2^30 bytes), in seconds.")]
     decode_cpu_s_per_gib_each: tuple[float, ...]
-    kvcore_share: float
+    kvcore_share: Annotated[float, told("What part of the engine's rate kvcore has, 1 for all, over turns that followed each other.")]
     kvcore_share_each: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one size of a page in one order: medians of the repeats, from decode's opening of a room to its SUCCESS. A GB is 10**9 bytes.
-    ``raw``: None where the backend offers no floor."""
+    """Of one size of a page in one order, from decode's opening of a room to its SUCCESS. A figure is the median of the repeats."""
 
-    page_bytes: int
-    order: Order
-    pages: int
-    room_bytes: int
-    gb_per_s: float
+    page_bytes: Annotated[int, told("Bytes of a page.")]
+    order: Annotated[Order, told("How the pages lay on both sides: scattered, or in one run.")]
+    pages: Annotated[int, told("Pages of a room.")]
+    room_bytes: Annotated[int, told("Bytes of a room.")]
+    gb_per_s: Annotated[float, told("GB (10^9 bytes) a second.")]
     gb_per_s_each: tuple[float, ...]
-    prefill_cpu_s_per_gib: float
+    prefill_cpu_s_per_gib: Annotated[float, told("CPU time of prefill's process for a GiB (2^30 bytes), in seconds.")]
     prefill_cpu_s_per_gib_each: tuple[float, ...]
-    decode_cpu_s_per_gib: float
+    decode_cpu_s_per_gib: Annotated[float, told("CPU time of decode's process for a GiB (2^30 bytes), in seconds.")]
     decode_cpu_s_per_gib_each: tuple[float, ...]
-    bytes_verified: int
-    raw: Raw | None
-    bare: Bare
+    bytes_verified: Annotated[int, told("Bytes that were compared with what was sent, those for warming up too.")]
+    raw: Annotated[Raw | None, told("The engine alone; null where the backend offers no floor.")]
+    bare: Annotated[Bare, told("The bare machine.")]
 
 
 def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:

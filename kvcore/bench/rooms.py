@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
 import kvcore
 from kvcore.bench.bare import Bare, over
+from kvcore.bench.fields import told
 from kvcore.bench.floor import Beside, Figures, Turns, meet
 from kvcore.bench.loop import carry
 from kvcore.bench.setup import SEED, Address, Clock, Go, Measured, Ready, Setup, manager, orders, percentiles, verify
@@ -41,63 +42,62 @@ MESSAGES: dict[From, int] = {"open": 4, "receive": 2}
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """``rooms`` are measured ``repeats`` times for each number of rooms that wait, each of rooms ``in_flight`` and each beginning of the
-    clock, after as many for warming up."""
+    """What is measured, for each number of rooms that wait, each of rooms in flight and each beginning of the clock."""
 
-    rooms: int = 1000
-    in_flight: tuple[int, ...] = (1, 64)
-    page_bytes: int = 16 * 1024
-    repeats: int = 3
-    measured_from: tuple[From, ...] = ("open", "receive")
-    waiting: tuple[int, ...] = (0,)
+    rooms: Annotated[int, told("Rooms of one repeat, and as many for warming up.")] = 1000
+    in_flight: Annotated[tuple[int, ...], told("How many rooms are under way at a time.")] = (1, 64)
+    page_bytes: Annotated[int, told("Bytes of the one page of a room.")] = 16 * 1024
+    repeats: Annotated[int, told("How often each case is measured, after once for warming up.")] = 3
+    measured_from: Annotated[tuple[From, ...], told("Where a room's clock starts.")] = ("open", "receive")
+    waiting: Annotated[tuple[int, ...], told("How many other rooms wait meanwhile.")] = (0,)
 
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """The engine alone, with as many transfers in flight: its fastest way, the best rate of each way when it was tried, and what part of
-    its rate kvcore has, which is the median over turns that followed each other. With one in flight also the median milliseconds of a
-    transfer, from posting it to its last byte in place."""
+    """The engine alone, with as many transfers of one page in flight, by its fastest way."""
 
-    way: str
-    tried_per_s: dict[str, float]
-    transfers_per_s: float
+    way: Annotated[str, told("The engine's way of posting that was the fastest when all were tried.")]
+    tried_per_s: Annotated[dict[str, float], told("By way, transfers a second at best when it was tried.")]
+    transfers_per_s: Annotated[float, told("Transfers a second.")]
     transfers_per_s_each: tuple[float, ...]
-    prefill_cpu_us_per_transfer: float
+    prefill_cpu_us_per_transfer: Annotated[float, told("Prefill's CPU time for one transfer, in microseconds.")]
     prefill_cpu_us_per_transfer_each: tuple[float, ...]
-    decode_cpu_us_per_transfer: float
+    decode_cpu_us_per_transfer: Annotated[float, told("Decode's CPU time for one transfer, in microseconds.")]
     decode_cpu_us_per_transfer_each: tuple[float, ...]
-    kvcore_share: float
+    kvcore_share: Annotated[float, told("What part of the engine's rate kvcore has, 1 for all, over turns that followed each other.")]
     kvcore_share_each: tuple[float, ...]
-    transfer_ms: float | None
+    transfer_ms: Annotated[
+        float | None, told("Milliseconds from posting a transfer to its last byte in place; null but with one in flight.")
+    ]
     transfer_ms_each: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one number of rooms in flight, beside so many that wait: medians of the repeats; latencies of all rooms, as decode's caller sees
-    them, from opening the receiver or from ``receive``, and of each repeat their median; their percentiles from 0 to 100. ``raw``: None
-    where the backend offers no floor. ``latency_over_wire``: with one in flight, the latency over what the wire takes for it, which is the
-    engine's own transfer and control messages one way: four from opening the receiver, two from ``receive``."""
+    """Of one number of rooms in flight, beside so many that wait. A figure is the median of the repeats; latencies are those of all rooms,
+    as decode's caller sees them."""
 
-    measured_from: From
-    waiting: int
-    in_flight: int
-    rooms_per_s: float
+    measured_from: Annotated[From, told("Where a room's clock starts: opening the receiver, or receive with both handles open before.")]
+    waiting: Annotated[int, told("How many other rooms waited meanwhile, published on decode with nothing handed over on prefill.")]
+    in_flight: Annotated[int, told("How many rooms were under way at a time.")]
+    rooms_per_s: Annotated[float, told("Rooms a second.")]
     rooms_per_s_each: tuple[float, ...]
-    latency_ms_median: float
+    latency_ms_median: Annotated[float, told("A room's milliseconds until SUCCESS: the median of all rooms.")]
     latency_ms_median_each: tuple[float, ...]
-    latency_ms_p90: float
-    latency_ms_p99: float
-    latency_ms_max: float
-    latency_ms_percentiles: tuple[float, ...]
-    prefill_cpu_us_per_room: float
+    latency_ms_p90: Annotated[float, told("A room's milliseconds until SUCCESS, which 90 % of all rooms do not exceed.")]
+    latency_ms_p99: Annotated[float, told("A room's milliseconds until SUCCESS, which 99 % of all rooms do not exceed.")]
+    latency_ms_max: Annotated[float, told("A room's milliseconds until SUCCESS: the most of all rooms.")]
+    latency_ms_percentiles: Annotated[tuple[float, ...], told("A room's milliseconds until SUCCESS: percentiles 0 to 100 of all rooms.")]
+    prefill_cpu_us_per_room: Annotated[float, told("CPU time of prefill's process for one room, in microseconds.")]
     prefill_cpu_us_per_room_each: tuple[float, ...]
-    decode_cpu_us_per_room: float
+    decode_cpu_us_per_room: Annotated[float, told("CPU time of decode's process for one room, in microseconds.")]
     decode_cpu_us_per_room_each: tuple[float, ...]
-    rooms_verified: int
-    raw: Raw | None
-    bare: Bare
-    latency_over_wire: float | None
+    rooms_verified: Annotated[int, told("Rooms of which every byte was compared, those for warming up too.")]
+    raw: Annotated[Raw | None, told("The engine alone; null where the backend offers no floor.")]
+    bare: Annotated[Bare, told("The bare machine.")]
+    latency_over_wire: Annotated[
+        float | None, told("The latency as a multiple of what the wire takes for it; null but with one in flight beside a floor.")
+    ]
     latency_over_wire_each: tuple[float, ...]
 
 

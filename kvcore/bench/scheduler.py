@@ -13,11 +13,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 
 import kvcore
+from kvcore.bench.fields import told
 from kvcore.bench.page_content import PageContent
 from kvcore.bench.setup import Clock, Ready, Setup
 from kvcore.bench.trace_file import BLOCK_TOKENS, Request
@@ -34,22 +36,18 @@ Seconds = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """``requests``: at most so many. ``speed``: how many times as fast as in the trace requests come and are decoded. ``memory_bytes`` of
-    each side, in pages of ``page_tokens`` tokens and ``page_bytes`` bytes. ``token_ms``: how long decode holds a request's pages for each
-    token of its output. ``limit_ms``: a request that takes longer from arrival to SUCCESS does not count as good. ``step_ms``: how often
-    a scheduler looks at its rooms. ``repeats``: how often all of it is played, after once for warming up, each time with
-    nothing in decode's memory."""
+    """What is played, and how."""
 
-    trace: Path
-    requests: int = 1000
-    speed: float = 10.0
-    page_tokens: int = 64
-    page_bytes: int = 16 << 10
-    memory_bytes: int = 256 << 20
-    token_ms: float = 20.0
-    limit_ms: float = 100.0
-    step_ms: float = 0.5
-    repeats: int = 3
+    trace: Annotated[Path, told("The trace's file, without its folder.")]
+    requests: Annotated[int, told("At most so many requests, the first ones.")] = 1000
+    speed: Annotated[float, told("How many times as fast as in the trace requests come and are decoded.")] = 10.0
+    page_tokens: Annotated[int, told("Tokens of a page.")] = 64
+    page_bytes: Annotated[int, told("Bytes of a page.")] = 16 << 10
+    memory_bytes: Annotated[int, told("Bytes of either side's pool.")] = 256 << 20
+    token_ms: Annotated[float, told("Milliseconds of the trace that decode holds a request's pages for each token of its output.")] = 20.0
+    limit_ms: Annotated[float, told("Milliseconds from arrival to SUCCESS that a good request does not exceed.")] = 100.0
+    step_ms: Annotated[float, told("Milliseconds between two looks of a scheduler at its rooms.")] = 0.5
+    repeats: Annotated[int, told("How often all is played, after once for warming up, each time with nothing in memory.")] = 3
 
     @property
     def pages(self) -> int:

@@ -6,12 +6,13 @@ import gc
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 
 import kvcore
+from kvcore.bench.fields import told
 from kvcore.buffers import Buffer, Bytes
 from kvcore.sides import Close, Link, ToolError
 from kvcore.states import Side
@@ -27,8 +28,8 @@ class Setup:
     """What moves the pages, and where. ``patience_s``: seconds without a sign of life, or of one room, before giving up."""
 
     backend: str
-    options: dict[str, Any] = field(default_factory=dict)
-    host: str = "127.0.0.1"
+    options: Annotated[dict[str, Any], told("Options of the backend.")] = field(default_factory=dict)
+    host: Annotated[str, told("The address that both processes use.")] = "127.0.0.1"
     patience_s: float = 120.0
     debug: bool = False
 

@@ -7,11 +7,12 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from kvcore.bench.bare import Bare
+from kvcore.bench.fields import told
 from kvcore.bench.floor import Figures, Turns, Ways, meet
 from kvcore.bench.replay import work
 from kvcore.bench.scheduler import Begin, Parameters, Played, Seconds, Settings
@@ -32,76 +33,70 @@ BEGIN_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """The engine alone, which moves what was moved for warming up, one request's pages after the other: its fastest way, the best rate of
-    each when it was tried; of the transfers their mean and median, in milliseconds; and how many times the mean kvcore's transfers take,
-    those of requests of which no page was missing left out."""
+    """The engine alone, which moves what was moved for warming up, one request's pages after the other, by its fastest way. Requests of
+    which no page was missing do not count."""
 
-    way: str
-    tried_per_s: dict[str, float]
-    transfer_ms_mean: float
+    way: Annotated[str, told("The engine's way of posting that was the fastest when all were tried.")]
+    tried_per_s: Annotated[dict[str, float], told("By way, transfers a second at best when it was tried.")]
+    transfer_ms_mean: Annotated[float, told("Milliseconds of a transfer: the mean.")]
     transfer_ms_mean_each: tuple[float, ...]
-    transfer_ms_median: float | None
+    transfer_ms_median: Annotated[float | None, told("Milliseconds of a transfer: the median; null where one request alone moved pages.")]
     transfer_ms_median_each: tuple[float, ...]
-    prefill_cpu_ms_per_transfer: float
-    decode_cpu_ms_per_transfer: float
-    kvcore_times: float
+    prefill_cpu_ms_per_transfer: Annotated[float, told("Prefill's CPU time for one transfer, in milliseconds.")]
+    decode_cpu_ms_per_transfer: Annotated[float, told("Decode's CPU time for one transfer, in milliseconds.")]
+    kvcore_times: Annotated[float, told("How many times the engine's mean time for a transfer kvcore takes.")]
     kvcore_times_each: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of all requests of all repeats; what is ``…_each`` is of each repeat, and what is beside it their median.
+    """Of all requests of all repeats; a figure that each repeat has one of is their median.
 
-    ``trace_digest``: the same for the same requests only, whatever the file is called.
+    Queueing is from a request's arrival until both sides have pages for it; a transfer from then, and from when prefill has written them,
+    until decode's scheduler sees SUCCESS; in all it is from arrival to then, so with what prefill takes to write."""
 
-    ``queueing_ms``: from a request's arrival until both sides have pages for it. ``transfer_ms``: from then, and from when prefill has
-    written them, until decode's scheduler sees SUCCESS. ``total_ms``: from arrival to then, so with what prefill takes to write.
-    Percentiles are from 0 to 100. ``good_…``: requests whose total is within the limit. ``skipped_share``: of all pages those that decode
-    had. CPU times are without writing and comparing; pages in use and in quarantine are the most at any time. ``raw``: None where the
-    backend offers no floor."""
-
-    requests: int
-    trace_digest: str
-    seconds: float
+    requests: Annotated[int, told("Requests of the trace.")]
+    trace_digest: Annotated[str, told("The same for the same requests only, whatever the file is called.")]
+    seconds: Annotated[float, told("Seconds until the last request had arrived.")]
     seconds_each: tuple[float, ...]
-    queueing_ms_median: float
+    queueing_ms_median: Annotated[float, told("Milliseconds of queueing: the median.")]
     queueing_ms_median_each: tuple[float, ...]
-    queueing_ms_p90: float
-    queueing_ms_p99: float
-    queueing_ms_max: float
-    queueing_ms_percentiles: tuple[float, ...]
-    transfer_ms_median: float
+    queueing_ms_p90: Annotated[float, told("Milliseconds of queueing, which 90 % do not exceed.")]
+    queueing_ms_p99: Annotated[float, told("Milliseconds of queueing, which 99 % do not exceed.")]
+    queueing_ms_max: Annotated[float, told("Milliseconds of queueing: the most.")]
+    queueing_ms_percentiles: Annotated[tuple[float, ...], told("Milliseconds of queueing: percentiles 0 to 100.")]
+    transfer_ms_median: Annotated[float, told("Milliseconds of a transfer: the median.")]
     transfer_ms_median_each: tuple[float, ...]
-    transfer_ms_p90: float
-    transfer_ms_p99: float
-    transfer_ms_max: float
-    transfer_ms_percentiles: tuple[float, ...]
-    transfer_ms_mean: float
+    transfer_ms_p90: Annotated[float, told("Milliseconds of a transfer, which 90 % do not exceed.")]
+    transfer_ms_p99: Annotated[float, told("Milliseconds of a transfer, which 99 % do not exceed.")]
+    transfer_ms_max: Annotated[float, told("Milliseconds of a transfer: the most.")]
+    transfer_ms_percentiles: Annotated[tuple[float, ...], told("Milliseconds of a transfer: percentiles 0 to 100.")]
+    transfer_ms_mean: Annotated[float, told("Milliseconds of a transfer: the mean.")]
     transfer_ms_mean_each: tuple[float, ...]
-    total_ms_median: float
+    total_ms_median: Annotated[float, told("Milliseconds of a request in all: the median.")]
     total_ms_median_each: tuple[float, ...]
-    total_ms_p90: float
-    total_ms_p99: float
-    total_ms_max: float
-    total_ms_percentiles: tuple[float, ...]
-    good_share: float
+    total_ms_p90: Annotated[float, told("Milliseconds of a request in all, which 90 % do not exceed.")]
+    total_ms_p99: Annotated[float, told("Milliseconds of a request in all, which 99 % do not exceed.")]
+    total_ms_max: Annotated[float, told("Milliseconds of a request in all: the most.")]
+    total_ms_percentiles: Annotated[tuple[float, ...], told("Milliseconds of a request in all: percentiles 0 to 100.")]
+    good_share: Annotated[float, told("Part of the requests whose total is within the limit, 1 for all.")]
     good_share_each: tuple[float, ...]
-    good_per_s: float
+    good_per_s: Annotated[float, told("Requests whose total is within the limit, a second.")]
     good_per_s_each: tuple[float, ...]
-    skipped_share: float
+    skipped_share: Annotated[float, told("Part of all pages that decode had already, 1 for all.")]
     skipped_share_each: tuple[float, ...]
-    bytes_sent: int
-    bytes_skipped: int
-    bytes_verified: int
-    prefill_pages_most: int
-    decode_pages_most: int
-    quarantined_pages_most: int
-    prefill_cpu_ms_per_request: float
+    bytes_sent: Annotated[int, told("Bytes that were sent.")]
+    bytes_skipped: Annotated[int, told("Bytes that decode had already.")]
+    bytes_verified: Annotated[int, told("Bytes that were compared with what they ought to be, those for warming up too.")]
+    prefill_pages_most: Annotated[int, told("Pages in use on prefill, at most.")]
+    decode_pages_most: Annotated[int, told("Pages in use on decode, at most.")]
+    quarantined_pages_most: Annotated[int, told("Pages in quarantine on either side, at most.")]
+    prefill_cpu_ms_per_request: Annotated[float, told("CPU time of prefill's process for a request without writing, in milliseconds.")]
     prefill_cpu_ms_per_request_each: tuple[float, ...]
-    decode_cpu_ms_per_request: float
+    decode_cpu_ms_per_request: Annotated[float, told("CPU time of decode's process for a request without comparing, in milliseconds.")]
     decode_cpu_ms_per_request_each: tuple[float, ...]
-    raw: Raw | None
-    bare: Bare
+    raw: Annotated[Raw | None, told("The engine alone; null where the backend offers no floor.")]
+    bare: Annotated[Bare, told("The bare machine.")]
 
 
 def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
