@@ -231,6 +231,21 @@ def test_a_page_has_what_was_measured_and_its_plots(command: str, written: dict[
     assert not re.search(r"mathdefault|#0102[0-9a-f]{2}", text) and "var(--text)" in text and "prefers-color-scheme: dark" in text
 
 
+def test_a_page_shows_what_grows_with_the_rooms_that_wait(written: dict[str, Path]) -> None:
+    told, growth = read(written["bench rooms"]), ["Latency beside rooms that wait", "CPU time beside rooms that wait"]
+    beside = [{**result, "waiting": waiting} for waiting in (1000, 10) for result in told.results]
+    assert not [drawing for drawing in drawings(page(told, [])) if set(growth) & set(texts(drawing))]
+    found = {text: drawing for drawing in drawings(page(replace(told, results=beside), [])) for text in texts(drawing)}
+    cases = {"from open, 1 in flight", "from open, 4 in flight", "from receive, 1 in flight", "from receive, 4 in flight"}
+    for title, unit in zip(growth, ("milliseconds, median", "us a room, both sides"), strict=True):
+        assert {*cases, unit, "10", "1000"} <= set(texts(found[title]))
+        lines = [path.get("d", "") for path in found[title].iter() if "stroke-width: 2;" in path.get("style", "")]
+        assert len(lines) >= len(cases)
+        for line in lines:
+            along = [float(x) for x in re.findall(r"[ML] (\S+)", line)]
+            assert len(along) == 2 and along == sorted(along), "from few rooms to many"
+
+
 @pytest.mark.parametrize("command", MEASURED)
 def test_a_page_needs_nothing_else(command: str, written: dict[str, Path]) -> None:
     seen = Seen(written[command].with_suffix(".html").read_text())
