@@ -400,6 +400,25 @@ def test_pages_are_used_again_only_when_their_room_is_release_safe(kind: type[Pr
     side.aside.close()
 
 
+def test_prefill_neither_writes_nor_keeps_twice_what_an_earlier_request_has_written() -> None:
+    """Two requests that begin alike, memory for both only where they share that, and a decode that has it already for the second."""
+    requests = [Request(0.0, 1024, 1, (0, 1)), Request(0.0, 1024, 1, (0, 2))]
+    parameters = Parameters(Path("t"), page_tokens=512, page_bytes=64, memory_bytes=3 * 64)
+    rooms = [Mock(Sender, prefix_pages={"kv": there}) for there in (0, 1)]
+    mine = Mock(**{"poll_all.side_effect": lambda handles: [KVPoll.WAITING_FOR_INPUT] * len(handles)})
+    settings = (Setup("local"), parameters, requests)
+    prefill = Prefill(Mock(**{"open.side_effect": rooms}), mine, Buffer(frozenset({"cpu"}), 3, 64), settings, 0)
+    prefill.content.write = written = Mock()  # type: ignore[method-assign]
+    for number in (0, 1):
+        prefill.open(number)
+        wait_until(lambda number=number: prefill.step() is not None or bool(rooms[number].send.called))  # type: ignore[misc]
+    (first, own), (second,) = (room.send.call_args.args[0].tolist() for room in rooms)
+    assert len({first, own, second}) == prefill.played.pages_most == 3
+    found = [(call.args[1].tolist(), call.args[2].tolist()) for call in written.call_args_list]
+    assert found == [([first, own], [0, 1]), ([second], [2])]
+    prefill.aside.close()
+
+
 # --- what goes wrong
 
 LATE = """

@@ -1,7 +1,7 @@
 """A scheduler of ``bench trace``: one side of it, which never waits for a room and looks at all of them in turn.
 
-Requests come in time. Prefill writes the pages, which stands for its computation, and decode compares them; each does that on a thread
-beside, so that it is in no scheduler's way.
+Requests come in time. Either side has a prefix cache. Prefill writes the pages that are not in its, which stands for its computation, and
+decode compares all; each does that on a thread beside, so that it is in no scheduler's way.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ import numpy as np
 import numpy.typing as npt
 
 import kvcore
+from kvcore.bench.bandwidth import listed
 from kvcore.bench.fields import told
 from kvcore.bench.page_content import PageContent
+from kvcore.bench.prefix_cache import Lease, PrefixCache
 from kvcore.bench.setup import Clock, Ready, Setup
 from kvcore.bench.trace_file import BLOCK_TOKENS, Request
 from kvcore.bench.waiting import Opener
 from kvcore.buffers import Buffer
 from kvcore.memory import Indices
 from kvcore.sides import Link
+from kvcore.states import Side
 
 LOOK_S = 0.1
 """How often a side says how far it is, and counts its pages in quarantine."""
@@ -104,12 +107,15 @@ Settings = tuple[Setup, Parameters, Sequence[Request]]
 class Scheduler(ABC):
     """One side. ``step`` is what a serving engine does between two forward passes: nothing in it blocks."""
 
+    side: Side
+
     def __init__(self, opener: Opener, mine: kvcore.KVManager, buffer: Buffer, settings: Settings, attempt: int) -> None:
         self.mine, self.buffer = mine, buffer
         self.setup, self.parameters, self.requests = settings
         self._opener, self._attempt = opener, attempt
         count = len(self.requests)
         self.played = Played(np.zeros(count), np.zeros(count), [np.empty(0, np.int64)] * count)
+        self.cache = PrefixCache(listed("scattered", self.side, self.parameters.pages).tolist())
         self.content = PageContent(self.parameters.page_bytes)
         self.aside = Aside()
         self._began = 0.0
@@ -135,6 +141,15 @@ class Scheduler(ABC):
     def room(self, number: int) -> kvcore.Handle:
         """A request's room, open on this side."""
         return self._opener.open(number + 1, self._attempt)
+
+    def lease(self, number: int) -> Lease | None:
+        """Pages for a request, as far as they are not there already; None if too many are in use."""
+        request = self.requests[number]
+        lease = self.cache.lease(request.blocks, request.pages(self.parameters.page_tokens))
+        if lease is not None:
+            self.played.pages_most = max(self.played.pages_most, self.cache.in_use)
+            self.played.placed_s[number] = self.now()
+        return lease
 
     def now(self) -> float:
         """Seconds since the beginning."""
