@@ -13,6 +13,7 @@ from kvcore.bench import bandwidth, floor, idle, kill, memory, plan, rooms
 from kvcore.bench.bare import Bare
 from kvcore.bench.report import machine
 from kvcore.bench.setup import GIB, Measured, Setup
+from kvcore.bench.socket_floor import SocketFloor
 from kvcore.sides import ToolError
 from tests.commands import kvcore, one_line
 from tests.helpers import ROOT
@@ -258,6 +259,18 @@ def test_available_memory_is_some_of_the_machines() -> None:
 
 def test_rooms_are_measured_over_ipv6_too() -> None:
     run("rooms", "--rooms", "4", "--in-flight", "1", "--repeats", "1", "--host", "::1")
+
+
+@pytest.mark.parametrize("host", ["", " "])
+def test_a_host_that_is_none_is_wrong_usage(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["bench", "rooms", "--host", host]) == 2
+    out, err = capsys.readouterr()
+    assert not out and one_line(err) and f"'--host': {host!r} is no address" in err
+
+
+def test_the_ways_of_the_floor_are_in_the_documents_by_their_names() -> None:
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert [way for way in SocketFloor.ways if f"`{way}`" not in text] == []
 
 
 def test_a_room_that_fails_fails_the_measurement(tmp_path: Path) -> None:

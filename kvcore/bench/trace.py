@@ -3,10 +3,13 @@ since decode had it already, and what that costs; beside it, the same transfers 
 
 from __future__ import annotations
 
+import math
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Annotated, Any
 
 import numpy as np
@@ -27,6 +30,8 @@ from kvcore.states import Side
 
 __all__ = ["Parameters", "Raw", "Result", "measure", "play", "table"]
 
+LONG_S = 60.0
+"""What takes longer says so before it begins."""
 BEGIN_S = 0.1
 """From the driver's word to the beginning, so that both sides are there."""
 
@@ -103,8 +108,19 @@ def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
     """Play the trace. Raises ``ConfigError`` for one that cannot be played, and ``ToolError`` if a room fails or a page, sent or skipped,
     has wrong bytes."""
     requests = read(parameters.trace, parameters.requests)
+    if (seconds := least_s(parameters, requests)) >= LONG_S:  # also where nobody watches
+        sys.stderr.write(
+            f"kvcore: at --speed {parameters.speed:g} {len(requests)} requests, played {parameters.repeats + 1} times, "
+            f"take {timedelta(seconds=math.ceil(seconds))} at least\n"
+        )
     repeats, floor = play(setup, parameters, requests, watch)
     return [result(parameters, requests, repeats, floor.bare, floor.figures)]
+
+
+def least_s(parameters: Parameters, requests: Sequence[Request]) -> float:
+    """Seconds that all takes if nothing queues, and moves in no time: warming up and each repeat end as the last request is decoded."""
+    ends = (request.arrival_s + request.output_tokens * parameters.token_ms / 1e3 for request in requests)
+    return (parameters.repeats + 1) * max(ends) / parameters.speed
 
 
 def play(setup: Setup, parameters: Parameters, requests: Sequence[Request], watch: Watch) -> tuple[list[dict[Side, Played]], Turns]:
