@@ -11,8 +11,8 @@ from typing import Annotated
 import numpy as np
 
 import kvcore
-from kvcore.bench.fields import told
-from kvcore.bench.setup import Address, Go, Ready, Setup, manager, percentiles
+from kvcore.bench.fields import percentiles, told
+from kvcore.bench.setup import Address, Go, Ready, Setup, manager
 from kvcore.bench.waiting import PAGE_BYTES, Opener, Waiting
 from kvcore.buffers import Buffer, memory_kinds
 from kvcore.progress import Watch

@@ -3,7 +3,6 @@ beside it, the same by the engine alone."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
@@ -11,14 +10,14 @@ from typing import Annotated, Literal
 import numpy as np
 
 from kvcore.bench.bare import Bare
-from kvcore.bench.fields import told
-from kvcore.bench.floor import Beside, Figures, Turns, meet
+from kvcore.bench.fields import by_side, cpu_s, repeated, told
+from kvcore.bench.floor import Beside, Figures, Share, Turns, Way, meet
 from kvcore.bench.setup import GIB, MIB, SEED, Address, Clock, Go, Measured, Ready, Setup, finish, manager, orders, verify
 from kvcore.buffers import Buffer, memory_kinds, random_pages
 from kvcore.manager import KVManager
 from kvcore.memory import Indices
 from kvcore.progress import Watch
-from kvcore.sides import SIDES, Link, Sides
+from kvcore.sides import Link, Sides
 from kvcore.states import Side
 
 Order = Literal["scattered", "contiguous"]
@@ -39,7 +38,7 @@ class Parameters:
 class Raw:
     """The engine alone, by its fastest way."""
 
-    way: Annotated[str, told("The engine's way of posting that was the fastest when all were tried.")]
+    way: Way
     tried_gb_per_s: Annotated[dict[str, float], told("By way, GB (10^9 bytes) a second at best when it was tried.")]
     gb_per_s: Annotated[float, told("GB (10^9 bytes) a second.")]
     gb_per_s_each: tuple[float, ...]
@@ -47,7 +46,7 @@ class Raw:
     prefill_cpu_s_per_gib_each: tuple[float, ...]
     decode_cpu_s_per_gib: Annotated[float, told("Decode's CPU time for a GiB (2^30 bytes), in seconds.")]
     decode_cpu_s_per_gib_each: tuple[float, ...]
-    kvcore_share: Annotated[float, told("What part of the engine's rate kvcore has, 1 for all, over turns that followed each other.")]
+    kvcore_share: Share
     kvcore_share_each: tuple[float, ...]
 
 
@@ -108,19 +107,14 @@ def result(
     """What the repeats come to."""
     pages = pages_of(parameters, page_bytes)
     nbytes = pages * page_bytes
-    rates = tuple(nbytes / each["decode"].seconds / 1e9 for each in repeats)
-    cpu = {side: tuple(each[side].cpu_s / nbytes * GIB for each in repeats) for side in SIDES}
+    rates = [nbytes / each["decode"].seconds / 1e9 for each in repeats]
     return Result(
         page_bytes=page_bytes,
         order=parameters.order[0],
         pages=pages,
         room_bytes=nbytes,
-        gb_per_s=statistics.median(rates),
-        gb_per_s_each=rates,
-        prefill_cpu_s_per_gib=statistics.median(cpu["prefill"]),
-        prefill_cpu_s_per_gib_each=cpu["prefill"],
-        decode_cpu_s_per_gib=statistics.median(cpu["decode"]),
-        decode_cpu_s_per_gib_each=cpu["decode"],
+        **repeated(gb_per_s=rates),
+        **by_side("cpu_s_per_gib", cpu_s(repeats), GIB / nbytes),
         bytes_verified=nbytes * (len(repeats) + 1),
         raw=None if floor is None else _raw(floor, rates, nbytes),
         bare=machine,
@@ -128,18 +122,11 @@ def result(
 
 
 def _raw(floor: Figures, rates: Sequence[float], nbytes: int) -> Raw:
-    cpu = {side: tuple(seconds / nbytes * GIB for seconds in each) for side, each in floor.cpu_s.items()}
     return Raw(
         way=floor.way,
         tried_gb_per_s=floor.tried,
-        gb_per_s=statistics.median(floor.rates),
-        gb_per_s_each=floor.rates,
-        prefill_cpu_s_per_gib=statistics.median(cpu["prefill"]),
-        prefill_cpu_s_per_gib_each=cpu["prefill"],
-        decode_cpu_s_per_gib=statistics.median(cpu["decode"]),
-        decode_cpu_s_per_gib_each=cpu["decode"],
-        kvcore_share=floor.share(rates),
-        kvcore_share_each=floor.shares(rates),
+        **repeated(gb_per_s=floor.rates, kvcore_share=floor.shares(rates)),
+        **by_side("cpu_s_per_gib", floor.cpu_s, GIB / nbytes),
     )
 
 

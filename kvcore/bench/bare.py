@@ -6,7 +6,6 @@ that does nothing else.
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ import zmq
 
 from kvcore import interfaces
 from kvcore.addresses import Address
-from kvcore.bench.fields import told
+from kvcore.bench.fields import repeated, told
 from kvcore.bench.setup import Clock, Measured, Setup
 from kvcore.buffers import Buffer, Bytes
 from kvcore.memory import Indices
@@ -51,8 +50,8 @@ class Bare:
 
 def bare(round_trips_s: Sequence[float], copies_s: Sequence[float], nbytes: int) -> Bare:
     """From the seconds of the turns, and the bytes that each copy moved."""
-    trips, rates = tuple(1e3 * each for each in round_trips_s), tuple(nbytes / each / 1e9 for each in copies_s)
-    return Bare(statistics.median(trips), trips, statistics.median(rates) if rates else None, rates)
+    trips, rates = [1e3 * each for each in round_trips_s], [nbytes / each / 1e9 for each in copies_s]
+    return Bare(**repeated(round_trip_ms=trips, copy_gb_per_s=rates))
 
 
 def over(times_ms: Sequence[float], raw_ms: Sequence[float], one_way: int, machine: Bare) -> tuple[float, ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from kvcore.bench.fields import told
+from kvcore.bench.fields import by_side, told
 from kvcore.bench.loop import carry
 from kvcore.bench.setup import Address, Clock, Go, Ready, Setup, manager
 from kvcore.bench.waiting import PAGE_BYTES, SPARE_PAGE, Opener, Waiting
@@ -88,20 +88,13 @@ def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
 
 def result(rooms: int, parameters: Parameters, seen: dict[Side, Seen]) -> Result:
     """What both sides saw of so many rooms."""
-    prefill, decode = seen["prefill"], seen["decode"]
     return Result(
         rooms=rooms,
         window_s=parameters.window_s,
-        prefill_cpu_percent=statistics.median(prefill.cpu_percent),
-        prefill_cpu_percent_each=prefill.cpu_percent,
-        decode_cpu_percent=statistics.median(decode.cpu_percent),
-        decode_cpu_percent_each=decode.cpu_percent,
-        prefill_poll_all_ms=statistics.median(prefill.poll_all_ms) if rooms else None,
-        prefill_poll_all_ms_each=prefill.poll_all_ms,
-        decode_poll_all_ms=statistics.median(decode.poll_all_ms) if rooms else None,
-        decode_poll_all_ms_each=decode.poll_all_ms,
-        prefill_bytes_per_room=prefill.bytes_per_room,
-        decode_bytes_per_room=decode.bytes_per_room,
+        **by_side("cpu_percent", {side: one.cpu_percent for side, one in seen.items()}),
+        **by_side("poll_all_ms", {side: one.poll_all_ms for side, one in seen.items()}),
+        prefill_bytes_per_room=seen["prefill"].bytes_per_room,
+        decode_bytes_per_room=seen["decode"].bytes_per_room,
     )
 
 

@@ -7,7 +7,6 @@ over; with or without rooms that wait meanwhile.
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,10 +17,10 @@ import numpy as np
 
 import kvcore
 from kvcore.bench.bare import Bare, over
-from kvcore.bench.fields import told
-from kvcore.bench.floor import Beside, Figures, Turns, meet
+from kvcore.bench.fields import by_side, cpu_s, repeated, spread, told
+from kvcore.bench.floor import Beside, Figures, Share, Turns, Way, meet
 from kvcore.bench.loop import carry
-from kvcore.bench.setup import SEED, Address, Clock, Go, Measured, Ready, Setup, manager, orders, percentiles, verify
+from kvcore.bench.setup import SEED, Address, Clock, Go, Measured, Ready, Setup, manager, orders, verify
 from kvcore.bench.waiting import STEP_S, Opener, Waiting, hand_over
 from kvcore.buffers import Buffer, memory_kinds, random_pages
 from kvcore.memory import Indices
@@ -56,7 +55,7 @@ class Parameters:
 class Raw:
     """The engine alone, with as many transfers of one page in flight, by its fastest way."""
 
-    way: Annotated[str, told("The engine's way of posting that was the fastest when all were tried.")]
+    way: Way
     tried_per_s: Annotated[dict[str, float], told("By way, transfers a second at best when it was tried.")]
     transfers_per_s: Annotated[float, told("Transfers a second.")]
     transfers_per_s_each: tuple[float, ...]
@@ -64,7 +63,7 @@ class Raw:
     prefill_cpu_us_per_transfer_each: tuple[float, ...]
     decode_cpu_us_per_transfer: Annotated[float, told("Decode's CPU time for one transfer, in microseconds.")]
     decode_cpu_us_per_transfer_each: tuple[float, ...]
-    kvcore_share: Annotated[float, told("What part of the engine's rate kvcore has, 1 for all, over turns that followed each other.")]
+    kvcore_share: Share
     kvcore_share_each: tuple[float, ...]
     transfer_ms: Annotated[
         float | None, told("Milliseconds from posting a transfer to its last byte in place; null but with one in flight.")
@@ -188,51 +187,29 @@ def result(
     case: Case, parameters: Parameters, repeats: Sequence[dict[Side, Measured]], machine: Bare, floor: Figures | None = None
 ) -> Result:
     """What the repeats come to."""
-    rooms = parameters.rooms
-    rates = tuple(rooms / each["decode"].seconds for each in repeats)
-    latencies = np.concatenate([each["decode"].latencies_s for each in repeats]) * 1e3
-    spread, medians = percentiles(latencies), tuple(1e3 * statistics.median(each["decode"].latencies_s) for each in repeats)
-    cpu = {side: tuple(each[side].cpu_s / rooms * 1e6 for each in repeats) for side in SIDES}
-    over_wire = over(medians, floor.alone_ms if floor is not None else (), MESSAGES[case.measured_from], machine)
+    rooms, alone_ms = parameters.rooms, floor.alone_ms if floor is not None else ()
+    rates = [rooms / each["decode"].seconds for each in repeats]
+    latency = spread("latency_ms", [1e3 * np.array(each["decode"].latencies_s) for each in repeats])
+    over_wire = over(latency["latency_ms_median_each"], alone_ms, MESSAGES[case.measured_from], machine)
     return Result(
         measured_from=case.measured_from,
         waiting=case.waiting,
         in_flight=case.in_flight,
-        rooms_per_s=statistics.median(rates),
-        rooms_per_s_each=rates,
-        latency_ms_median=spread[50],
-        latency_ms_median_each=medians,
-        latency_ms_p90=spread[90],
-        latency_ms_p99=spread[99],
-        latency_ms_max=spread[100],
-        latency_ms_percentiles=spread,
-        prefill_cpu_us_per_room=statistics.median(cpu["prefill"]),
-        prefill_cpu_us_per_room_each=cpu["prefill"],
-        decode_cpu_us_per_room=statistics.median(cpu["decode"]),
-        decode_cpu_us_per_room_each=cpu["decode"],
+        **repeated(rooms_per_s=rates, latency_over_wire=over_wire),
+        **latency,
+        **by_side("cpu_us_per_room", cpu_s(repeats), 1e6 / rooms),
         rooms_verified=rooms * (len(repeats) + 1),
         raw=None if floor is None else _raw(floor, rates, rooms),
         bare=machine,
-        latency_over_wire=statistics.median(over_wire) if over_wire else None,
-        latency_over_wire_each=over_wire,
     )
 
 
 def _raw(floor: Figures, rates: Sequence[float], rooms: int) -> Raw:
-    cpu = {side: tuple(seconds / rooms * 1e6 for seconds in each) for side, each in floor.cpu_s.items()}
     return Raw(
         way=floor.way,
         tried_per_s=floor.tried,
-        transfers_per_s=statistics.median(floor.rates),
-        transfers_per_s_each=floor.rates,
-        prefill_cpu_us_per_transfer=statistics.median(cpu["prefill"]),
-        prefill_cpu_us_per_transfer_each=cpu["prefill"],
-        decode_cpu_us_per_transfer=statistics.median(cpu["decode"]),
-        decode_cpu_us_per_transfer_each=cpu["decode"],
-        kvcore_share=floor.share(rates),
-        kvcore_share_each=floor.shares(rates),
-        transfer_ms=statistics.median(floor.alone_ms) if floor.alone_ms else None,
-        transfer_ms_each=floor.alone_ms,
+        **repeated(transfers_per_s=floor.rates, kvcore_share=floor.shares(rates), transfer_ms=floor.alone_ms),
+        **by_side("cpu_us_per_transfer", floor.cpu_s, 1e6 / rooms),
     )
 
 

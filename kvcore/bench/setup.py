@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import numpy as np
-import numpy.typing as npt
 
 import kvcore
 from kvcore.bench.fields import told
@@ -112,11 +111,6 @@ def finish(handle: kvcore.Handle, setup: Setup) -> None:
         raise ToolError(
             f"room {handle.room} is still {handle.poll().name} after {setup.patience_s:g} s; try: kvcore doctor {setup.backend}"
         )
-
-
-def percentiles(values: Sequence[float] | npt.NDArray[np.float64]) -> tuple[float, ...]:
-    """From 0 to 100, in steps of one."""
-    return tuple(float(value) for value in np.percentile(values, range(101)))
 
 
 def verify(found: Bytes, expected: Bytes, setup: Setup) -> None:

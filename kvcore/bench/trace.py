@@ -7,19 +7,19 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 
 from kvcore.bench.bare import Bare
-from kvcore.bench.fields import told
-from kvcore.bench.floor import Figures, Turns, Ways, meet
+from kvcore.bench.fields import by_side, cpu_s, repeated, spread, told
+from kvcore.bench.floor import Figures, Turns, Way, Ways, meet
 from kvcore.bench.replay import work
 from kvcore.bench.scheduler import Begin, Parameters, Played, Seconds, Settings
-from kvcore.bench.setup import MIB, Address, Go, Ready, Setup, percentiles
+from kvcore.bench.setup import MIB, Address, Go, Ready, Setup
 from kvcore.bench.trace_file import Request, digest, read
 from kvcore.bench.trace_floor import Moved
 from kvcore.errors import ConfigError
@@ -41,7 +41,7 @@ class Raw:
     """The engine alone, which moves what was moved for warming up, one request's pages after the other, by its fastest way. Requests of
     which no page was missing do not count."""
 
-    way: Annotated[str, told("The engine's way of posting that was the fastest when all were tried.")]
+    way: Way
     tried_per_s: Annotated[dict[str, float], told("By way, transfers a second at best when it was tried.")]
     transfer_ms_mean: Annotated[float, told("Milliseconds of a transfer: the mean.")]
     transfer_ms_mean_each: tuple[float, ...]
@@ -178,27 +178,25 @@ def result(
     queueing = [np.maximum(there.placed_s, here.placed_s) - arrived for here, there in both]
     transfer = [there.complete_s - np.maximum(there.placed_s, here.complete_s) for here, there in both]
     total = [there.complete_s - arrived for there in decode]
-    seconds = tuple(float(there.complete_s.max()) for there in decode)
+    seconds = [float(there.complete_s.max()) for there in decode]
     good = [int(np.count_nonzero(each * 1e3 <= parameters.limit_ms)) for each in total]
     pages = sum(sum(request.pages(parameters.page_tokens)) for request in requests)
     sent = [sum(moved.size for moved in there.moved) for there in decode]
     moving = [each[[moved.size > 0 for moved in there.moved]] for each, there in zip(transfer, decode, strict=True)]
-    each = {
-        "seconds": seconds,
-        "transfer_ms_mean": tuple(1e3 * float(one.mean()) for one in transfer),
-        "good_share": tuple(count / len(requests) for count in good),
-        "good_per_s": tuple(count / took for count, took in zip(good, seconds, strict=True)),
-        "skipped_share": tuple(1 - count / pages for count in sent),
-        "prefill_cpu_ms_per_request": tuple(1e3 * one.cpu_s / len(requests) for one in prefill),
-        "decode_cpu_ms_per_request": tuple(1e3 * one.cpu_s / len(requests) for one in decode),
-    }
     return Result(
         requests=len(requests),
         trace_digest=digest(requests),
-        **_spread("queueing_ms", queueing),
-        **_spread("transfer_ms", transfer),
-        **_spread("total_ms", total),
-        **_medians(each),
+        **spread("queueing_ms", [1e3 * each for each in queueing]),
+        **spread("transfer_ms", [1e3 * each for each in transfer]),
+        **spread("total_ms", [1e3 * each for each in total]),
+        **repeated(
+            seconds=seconds,
+            transfer_ms_mean=[1e3 * float(each.mean()) for each in transfer],
+            good_share=[count / len(requests) for count in good],
+            good_per_s=[count / took for count, took in zip(good, seconds, strict=True)],
+            skipped_share=[1 - count / pages for count in sent],
+        ),
+        **by_side("cpu_ms_per_request", cpu_s(repeats), 1e3 / len(requests)),
         bytes_sent=sum(sent) * parameters.page_bytes,
         bytes_skipped=(len(repeats) * pages - sum(sent)) * parameters.page_bytes,
         bytes_verified=(len(repeats) + 1) * pages * parameters.page_bytes,
@@ -210,33 +208,19 @@ def result(
     )
 
 
-def _spread(name: str, repeats: Sequence[Seconds]) -> dict[str, Any]:
-    """The fields of a time."""
-    found, medians = percentiles(np.concatenate(repeats) * 1e3), tuple(1e3 * float(np.median(each)) for each in repeats)
-    shares = {"median": found[50], "median_each": medians, "p90": found[90], "p99": found[99], "max": found[100], "percentiles": found}
-    return {f"{name}_{share}": value for share, value in shares.items()}
-
-
-def _medians(each: Mapping[str, tuple[float, ...]]) -> dict[str, Any]:
-    """The fields of figures that each repeat has one of."""
-    return {name: statistics.median(values) for name, values in each.items()} | {f"{name}_each": values for name, values in each.items()}
-
-
 def _raw(floor: Figures, transfer: Sequence[Seconds]) -> Raw:
-    means, transfers = tuple(1e3 / rate for rate in floor.rates), len(transfer[0])
+    means, transfers = [1e3 / rate for rate in floor.rates], len(transfer[0])
     cpu = {side: statistics.median(each) / transfers * 1e3 for side, each in floor.cpu_s.items()}
-    times = tuple(1e3 * float(mine.mean()) / alone for mine, alone in zip(transfer, means, strict=True))
     return Raw(
         way=floor.way,
         tried_per_s=floor.tried,
-        transfer_ms_mean=statistics.median(means),
-        transfer_ms_mean_each=means,
-        transfer_ms_median=statistics.median(floor.alone_ms) if floor.alone_ms else None,
-        transfer_ms_median_each=floor.alone_ms,
+        **repeated(
+            transfer_ms_mean=means,
+            transfer_ms_median=floor.alone_ms,
+            kvcore_times=[1e3 * float(mine.mean()) / alone for mine, alone in zip(transfer, means, strict=True)],
+        ),
         prefill_cpu_ms_per_transfer=cpu["prefill"],
         decode_cpu_ms_per_transfer=cpu["decode"],
-        kvcore_times=statistics.median(times),
-        kvcore_times_each=times,
     )
 
 
