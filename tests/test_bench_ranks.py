@@ -38,7 +38,7 @@ def kvcore_transfer(self, transfer):
 
 
 def setup(topology: str) -> Setup:
-    return Setup("local", patience_s=30.0, ranks=Ranks.named(topology))
+    return Setup("local", patience_s=30.0, topology=topology)
 
 
 @pytest.fixture(autouse=True)

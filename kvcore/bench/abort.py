@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
 import kvcore
-from kvcore.bench.setup import Go, Ready, Setup, buffer_for, manager, percentiles, started
+from kvcore.bench.fields import percentiles, told
+from kvcore.bench.setup import Go, Ready, Setup, buffer_for, manager, started
 from kvcore.bench.waiting import PAGE_BYTES, Opener, Waiting
 from kvcore.progress import Watch
 from kvcore.sides import SIDES, Close, Link, ToolError
@@ -19,26 +21,26 @@ from kvcore.states import KVPoll, Side
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """``rooms``: how many are live at first; all are aborted, one every ``gap_s``, by one side and in another turn by the other."""
+    """What is measured: all rooms are aborted by one side, and in another turn by the other."""
 
-    rooms: int = 1000
-    gap_s: float = 0.002
-    repeats: int = 3
+    rooms: Annotated[int, told("Rooms that are live at first.")] = 1000
+    gap_s: Annotated[float, told("Seconds from one abort to the next.")] = 0.002
+    repeats: Annotated[int, told("How often either side aborts all of them.")] = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Aborts by one side: milliseconds from the call of ``abort`` until a thread of the other side that waits has seen FAILED. Of several
-    ranks the first aborts, and the last of the other side's counts. Of all repeats together, and of each; percentiles from 0 to 100."""
+    """Aborts by one side: from the call of ``abort`` until a thread of the other side that waits has seen FAILED, of all repeats
+    together. Of several ranks the first aborts, and the last of the other side's counts."""
 
-    aborted_by: Side
-    rooms: int
-    median_ms: float
+    aborted_by: Annotated[Side, told("The side that aborts.")]
+    rooms: Annotated[int, told("Rooms that are live at first.")]
+    median_ms: Annotated[float, told("Milliseconds until the other side knows: the median of all rooms.")]
     median_ms_each: tuple[float, ...]
-    p99_ms: float
+    p99_ms: Annotated[float, told("Milliseconds until the other side knows, which 99 % of all rooms do not exceed.")]
     p99_ms_each: tuple[float, ...]
-    max_ms: float
-    ms_percentiles: tuple[float, ...]
+    max_ms: Annotated[float, told("Milliseconds until the other side knows: the most of all rooms.")]
+    ms_percentiles: Annotated[tuple[float, ...], told("Milliseconds until the other side knows: percentiles 0 to 100 of all rooms.")]
 
 
 @dataclass(frozen=True, slots=True)

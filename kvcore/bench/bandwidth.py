@@ -3,15 +3,15 @@ beside it, the same by the engine alone."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
 from kvcore.bench.bare import Bare
-from kvcore.bench.floor import Beside, Figures, NoTurns, Turns, meet
+from kvcore.bench.fields import by_side, cpu_s, repeated, told
+from kvcore.bench.floor import Beside, Figures, NoTurns, Share, Turns, Way, meet
 from kvcore.bench.setup import (
     GIB,
     MIB,
@@ -33,7 +33,7 @@ from kvcore.bench.setup import (
 from kvcore.manager import KVManager
 from kvcore.memory import Indices
 from kvcore.progress import Watch
-from kvcore.sides import SIDES, Link
+from kvcore.sides import Link
 from kvcore.states import Side
 
 Order = Literal["scattered", "contiguous"]
@@ -42,50 +42,48 @@ Order = Literal["scattered", "contiguous"]
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """A room has as many pages of each size as go into ``room_bytes``, but one at least. Each size is warmed up, then measured."""
+    """What is measured, for each size of a page and each order of the pages."""
 
-    page_bytes: tuple[int, ...] = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
-    room_bytes: int = 64 * MIB
-    repeats: int = 5
-    order: tuple[Order, ...] = ("scattered",)
+    page_bytes: Annotated[tuple[int, ...], told("Bytes of a page.")] = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
+    room_bytes: Annotated[int, told("Bytes of a room, which has as many whole pages as go into them, but one at least.")] = 64 * MIB
+    repeats: Annotated[int, told("How often each case is measured, after once for warming up.")] = 5
+    order: Annotated[tuple[Order, ...], told("How a room's pages lie on both sides.")] = ("scattered",)
 
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """The engine alone: its fastest way, the best rate of each way when it was tried, and what part of its rate kvcore has, which is the
-    median over turns that followed each other."""
+    """The engine alone, by its fastest way."""
 
-    way: str
-    tried_gb_per_s: dict[str, float]
-    gb_per_s: float
+    way: Way
+    tried_gb_per_s: Annotated[dict[str, float], told("By way, GB (10^9 bytes) a second at best when it was tried.")]
+    gb_per_s: Annotated[float, told("GB (10^9 bytes) a second.")]
     gb_per_s_each: tuple[float, ...]
-    prefill_cpu_s_per_gib: float
+    prefill_cpu_s_per_gib: Annotated[float, told("Prefill's CPU time for a GiB (2^30 bytes), in seconds.")]
     prefill_cpu_s_per_gib_each: tuple[float, ...]
-    decode_cpu_s_per_gib: float
+    decode_cpu_s_per_gib: Annotated[float, told("Decode's CPU time for a GiB (2^30 bytes), in seconds.")]
     decode_cpu_s_per_gib_each: tuple[float, ...]
-    kvcore_share: float
+    kvcore_share: Share
     kvcore_share_each: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one size of a page in one order: medians of the repeats, from decode's opening of a room to its SUCCESS. A GB is 10**9 bytes.
-    Of several ranks a room's time is from the first to the last, and CPU time that of all. ``raw``: None where the backend offers no floor,
-    and with several ranks, as is ``bare``."""
+    """Of one size of a page in one order, from decode's opening of a room to its SUCCESS; of several ranks from the first to the last. A
+    figure is the median of the repeats."""
 
-    page_bytes: int
-    order: Order
-    pages: int
-    room_bytes: int
-    gb_per_s: float
+    page_bytes: Annotated[int, told("Bytes of a page.")]
+    order: Annotated[Order, told("How the pages lay on both sides: scattered, or in one run.")]
+    pages: Annotated[int, told("Pages of a room.")]
+    room_bytes: Annotated[int, told("Bytes of a room.")]
+    gb_per_s: Annotated[float, told("GB (10^9 bytes) a second.")]
     gb_per_s_each: tuple[float, ...]
-    prefill_cpu_s_per_gib: float
+    prefill_cpu_s_per_gib: Annotated[float, told("CPU time of prefill's process for a GiB (2^30 bytes), in seconds.")]
     prefill_cpu_s_per_gib_each: tuple[float, ...]
-    decode_cpu_s_per_gib: float
+    decode_cpu_s_per_gib: Annotated[float, told("CPU time of decode's process for a GiB (2^30 bytes), in seconds.")]
     decode_cpu_s_per_gib_each: tuple[float, ...]
-    bytes_verified: int
-    raw: Raw | None
-    bare: Bare | None
+    bytes_verified: Annotated[int, told("Bytes that were compared with what was sent, those for warming up too.")]
+    raw: Annotated[Raw | None, told("The engine alone; null where the backend offers no floor, and with several ranks.")]
+    bare: Annotated[Bare | None, told("The bare machine; null with several ranks.")]
 
 
 def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
@@ -125,19 +123,14 @@ def result(
     """What the repeats come to."""
     pages = pages_of(parameters, page_bytes)
     nbytes = pages * page_bytes
-    rates = tuple(nbytes / each["decode"].seconds / 1e9 for each in repeats)
-    cpu = {side: tuple(each[side].cpu_s / nbytes * GIB for each in repeats) for side in SIDES}
+    rates = [nbytes / each["decode"].seconds / 1e9 for each in repeats]
     return Result(
         page_bytes=page_bytes,
         order=parameters.order[0],
         pages=pages,
         room_bytes=nbytes,
-        gb_per_s=statistics.median(rates),
-        gb_per_s_each=rates,
-        prefill_cpu_s_per_gib=statistics.median(cpu["prefill"]),
-        prefill_cpu_s_per_gib_each=cpu["prefill"],
-        decode_cpu_s_per_gib=statistics.median(cpu["decode"]),
-        decode_cpu_s_per_gib_each=cpu["decode"],
+        **repeated(gb_per_s=rates),
+        **by_side("cpu_s_per_gib", cpu_s(repeats), GIB / nbytes),
         bytes_verified=nbytes * (len(repeats) + 1),
         raw=None if floor is None else _raw(floor, rates, nbytes),
         bare=machine,
@@ -145,18 +138,11 @@ def result(
 
 
 def _raw(floor: Figures, rates: Sequence[float], nbytes: int) -> Raw:
-    cpu = {side: tuple(seconds / nbytes * GIB for seconds in each) for side, each in floor.cpu_s.items()}
     return Raw(
         way=floor.way,
         tried_gb_per_s=floor.tried,
-        gb_per_s=statistics.median(floor.rates),
-        gb_per_s_each=floor.rates,
-        prefill_cpu_s_per_gib=statistics.median(cpu["prefill"]),
-        prefill_cpu_s_per_gib_each=cpu["prefill"],
-        decode_cpu_s_per_gib=statistics.median(cpu["decode"]),
-        decode_cpu_s_per_gib_each=cpu["decode"],
-        kvcore_share=floor.share(rates),
-        kvcore_share_each=floor.shares(rates),
+        **repeated(gb_per_s=floor.rates, kvcore_share=floor.shares(rates)),
+        **by_side("cpu_s_per_gib", floor.cpu_s, GIB / nbytes),
     )
 
 

@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from kvcore.bench.fields import by_side, told
 from kvcore.bench.loop import carry
 from kvcore.bench.setup import Clock, Go, Ready, Setup, buffer_for, manager, started
 from kvcore.bench.waiting import PAGE_BYTES, SPARE_PAGE, Opener, Waiting
@@ -29,32 +31,33 @@ LOOKS = 50
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """``rooms``: how many wait in the second half, published on decode, with nothing handed over on prefill; ``repeats``: windows of
-    ``window_s`` seconds in each half."""
+    """What is measured: first without a room, then with all of them, published on decode, with nothing handed over on prefill."""
 
-    rooms: int = 5000
-    window_s: float = 5.0
-    repeats: int = 3
+    rooms: Annotated[int, told("Rooms that wait in the second half.")] = 5000
+    window_s: Annotated[float, told("Seconds between two looks at the clocks.")] = 5.0
+    repeats: Annotated[int, told("How many such windows there are in each half.")] = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of so many waiting rooms; medians of the repeats. Each side's share of one core, in percent; how long one ``poll_all`` of all
-    rooms takes; and how much more anonymous memory is resident than before they were opened, by room. Of several ranks the sum, and the
-    longest ``poll_all``. None without rooms, memory also where the system does not tell."""
+    """Of so many waiting rooms; a figure is the median of the repeats. Of several ranks the sum, and the longest ``poll_all``."""
 
-    rooms: int
-    window_s: float
-    prefill_cpu_percent: float
+    rooms: Annotated[int, told("Rooms that wait.")]
+    window_s: Annotated[float, told("Seconds between two looks at the clocks.")]
+    prefill_cpu_percent: Annotated[float, told("CPU time of prefill's process, in percent of one core.")]
     prefill_cpu_percent_each: tuple[float, ...]
-    decode_cpu_percent: float
+    decode_cpu_percent: Annotated[float, told("CPU time of decode's process, in percent of one core.")]
     decode_cpu_percent_each: tuple[float, ...]
-    prefill_poll_all_ms: float | None
+    prefill_poll_all_ms: Annotated[float | None, told("Milliseconds of one poll_all of all rooms on prefill; null without rooms.")]
     prefill_poll_all_ms_each: tuple[float, ...]
-    decode_poll_all_ms: float | None
+    decode_poll_all_ms: Annotated[float | None, told("Milliseconds of one poll_all of all rooms on decode; null without rooms.")]
     decode_poll_all_ms_each: tuple[float, ...]
-    prefill_bytes_per_room: float | None
-    decode_bytes_per_room: float | None
+    prefill_bytes_per_room: Annotated[
+        float | None, told("Bytes of memory that a room takes on prefill; null without rooms, and where the system does not tell.")
+    ]
+    decode_bytes_per_room: Annotated[
+        float | None, told("Bytes of memory that a room takes on decode; null without rooms, and where the system does not tell.")
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +94,13 @@ def of_side(ranks: Sequence[Seen]) -> Seen:
 
 def result(rooms: int, parameters: Parameters, seen: dict[Side, Seen]) -> Result:
     """What both sides saw of so many rooms."""
-    prefill, decode = seen["prefill"], seen["decode"]
     return Result(
         rooms=rooms,
         window_s=parameters.window_s,
-        prefill_cpu_percent=statistics.median(prefill.cpu_percent),
-        prefill_cpu_percent_each=prefill.cpu_percent,
-        decode_cpu_percent=statistics.median(decode.cpu_percent),
-        decode_cpu_percent_each=decode.cpu_percent,
-        prefill_poll_all_ms=statistics.median(prefill.poll_all_ms) if rooms else None,
-        prefill_poll_all_ms_each=prefill.poll_all_ms,
-        decode_poll_all_ms=statistics.median(decode.poll_all_ms) if rooms else None,
-        decode_poll_all_ms_each=decode.poll_all_ms,
-        prefill_bytes_per_room=prefill.bytes_per_room,
-        decode_bytes_per_room=decode.bytes_per_room,
+        **by_side("cpu_percent", {side: one.cpu_percent for side, one in seen.items()}),
+        **by_side("poll_all_ms", {side: one.poll_all_ms for side, one in seen.items()}),
+        prefill_bytes_per_room=seen["prefill"].bytes_per_room,
+        decode_bytes_per_room=seen["decode"].bytes_per_room,
     )
 
 

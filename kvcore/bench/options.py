@@ -93,7 +93,7 @@ def _measure(
     from kvcore.bench.setup import Setup
 
     module = importlib.import_module(f"kvcore.bench.{name}")
-    setup = Setup(backend, options or {}, host, timeout, bool(context.obj), topology)
+    setup = Setup(backend, options or {}, host, timeout, bool(context.obj), str(topology))
     with progress() as watch:
         results = module.measure(setup, parameters, watch)
     lack = _lack(setup) if any(field.name == "raw" for field in fields(results[0])) else []

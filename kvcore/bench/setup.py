@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 import kvcore
+from kvcore.bench.fields import told
 from kvcore.bench.ranks import ALONE, Ranks
 from kvcore.buffers import Buffer, Bytes, memory_kinds, random_pages
 from kvcore.progress import Watch
@@ -32,11 +32,16 @@ class Setup:
     """What moves the pages, and where. ``patience_s``: seconds without a sign of life, or of one room, before giving up."""
 
     backend: str
-    options: dict[str, Any] = field(default_factory=dict)
-    host: str = "127.0.0.1"
+    options: Annotated[dict[str, Any], told("Options of the backend.")] = field(default_factory=dict)
+    host: Annotated[str, told("The address that both processes use.")] = "127.0.0.1"
     patience_s: float = 120.0
     debug: bool = False
-    ranks: Ranks = ALONE
+    topology: Annotated[str, told("Ranks of prefill and decode, pNdM; figures of a side are those of all its ranks.")] = str(ALONE)
+
+    @property
+    def ranks(self) -> Ranks:
+        """What ``topology`` names."""
+        return Ranks.named(self.topology)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +182,6 @@ def finish(handle: kvcore.Handle, setup: Setup) -> None:
         raise ToolError(
             f"room {handle.room} is still {handle.poll().name} after {setup.patience_s:g} s; try: kvcore doctor {setup.backend}"
         )
-
-
-def percentiles(values: Sequence[float] | npt.NDArray[np.float64]) -> tuple[float, ...]:
-    """From 0 to 100, in steps of one."""
-    return tuple(float(value) for value in np.percentile(values, range(101)))
 
 
 def verify(found: Bytes, expected: Bytes, setup: Setup) -> None:
