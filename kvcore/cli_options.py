@@ -36,6 +36,13 @@ def positive(value: float) -> float:
     return value
 
 
+def _named(host: str) -> str:
+    """A callback of ``--host``: what is not there is most often a variable of the shell that was not set."""
+    if not host.strip():
+        raise typer.BadParameter(f"{host!r} is no address; give one of this host, or the name of a network interface")
+    return host
+
+
 def _read_options(file: str) -> dict[str, Any]:
     """A backend's options from a TOML file, read once, since it may be a pipe. What cannot be read is wrong usage."""
     try:
@@ -60,7 +67,7 @@ Options = Annotated[
     dict[str, Any] | None,
     typer.Option("--options", metavar="FILE", parser=_read_options, help="A TOML file: the backend's options."),
 ]
-Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Address of this host that both processes use.")]
+Host = Annotated[str, typer.Option(metavar="ADDRESS", callback=_named, help="Address of this host that both processes use.")]
 Timeout = Annotated[float, typer.Option(callback=seconds, help=f"Seconds without a sign of life before giving up, 1 to {MOST_S:g}.")]
 JsonFile = Annotated[
     Path | None,

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -125,6 +125,11 @@ class Sides(Generic[S]):
         for place in self._all:
             self._start(command, work, place, settings, debug)
 
+    @property
+    def places(self) -> Sequence[Place]:
+        """All processes that take part, prefill's first."""
+        return tuple(self._all)
+
     def __enter__(self) -> Sides[S]:
         return self
 
@@ -152,6 +157,11 @@ class Sides(Generic[S]):
         for side, rank in self._all:
             self.tell(side, message, rank)
 
+    def tell_side(self, side: Side, message: object) -> None:
+        """Send a message to all processes of a side."""
+        for rank in self._ranks(side):
+            self.tell(side, message, rank)
+
     def hear(self, side: Side, kind: type[T], rank: int = 0) -> T:
         """The next message of a process; raises ``ToolError`` as soon as any process fails or dies, or if all fall silent."""
         while not self._inbox[side, rank]:
@@ -165,20 +175,25 @@ class Sides(Generic[S]):
         """The next message of each side's first process."""
         return {side: self.hear(side, kind) for side in SIDES}
 
+    def hear_side(self, side: Side, kind: type[T]) -> list[T]:
+        """The next message of each process of a side."""
+        return [self.hear(side, kind, rank) for rank in self._ranks(side)]
+
     def hear_all(self, kind: type[T]) -> dict[Place, T]:
         """The next message of each process."""
         return {(side, rank): self.hear(side, kind, rank) for side, rank in self._all}
 
     def strike(self, side: Side, sign: signal.Signals) -> float:
-        """Send a side's process SIGKILL, as a crash is, or SIGSTOP, which makes it fall silent. It has no part in what follows, and what
-        becomes of it is no error. Returns when that was, on the monotonic clock, which all processes of the machine share."""
-        place = side, 0
-        process = self._processes.pop(place)
-        self._struck.append((process, self._pipes.pop(place)))
-        self._all.remove(place)
+        """Send a side's processes SIGKILL, as a crash is, or SIGSTOP, which makes them fall silent. They have no part in what follows, and
+        what becomes of them is no error. Returns when that was, on the monotonic clock, which all processes of the machine share."""
+        places = [(side, rank) for rank in self._ranks(side)]
+        struck = [self._processes.pop(place) for place in places]
+        self._struck += zip(struck, [self._pipes.pop(place) for place in places], strict=True)
+        self._all = [place for place in self._all if place not in places]
         at = time.monotonic()
-        if process.pid is not None:
-            os.kill(process.pid, sign)
+        for process in struck:
+            if process.pid is not None:
+                os.kill(process.pid, sign)
         return at
 
     def close(self) -> None:
@@ -193,6 +208,9 @@ class Sides(Generic[S]):
                 pass
             if process.exitcode:
                 raise self._died(place)
+
+    def _ranks(self, side: Side) -> list[int]:
+        return [rank for each, rank in self._all if each == side]
 
     def _start(self, command: str, work: Work[S], place: Place, settings: S, debug: bool) -> None:
         context = multiprocessing.get_context("spawn")

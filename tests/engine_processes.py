@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvcore_conformance.stage.driver import SOON_S, Child, PoolSpec, free_port, until
+from kvcore_conformance.stage.driver import Child, PoolSpec, free_port
+from kvcore_conformance.stage.waits import SOON_S, until
 
 BIG = PoolSpec(pages=24, page_bytes=1 << 20, layers=2)
 """More than what the sockets between two processes take up, so that a transfer to a stopped process stays in flight."""

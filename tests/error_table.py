@@ -708,6 +708,8 @@ CASES = [
     Case("trace of one long line", lambda t: trace_file.read(t.file(" " * 2**21), 1), ConfigError, ("line 1", "1048576 bytes")),
     Case("trace with blocks missing", lambda t: trace_file.read(t.file(traced(513, [1])), 1), ConfigError, ("line 1", "1 hash_ids", "513")),
     Case("trace with blocks too many", lambda t: trace_file.read(t.file(traced(512, [1, 2])), 1), ConfigError, ("2 hash_ids", "give 1,")),
+    Case("trace with a block twice", lambda t: trace_file.read(t.file(traced(1025, [1, 7, 7])), 1), ConfigError, ("line 1", "id 7")),
+    Case("trace without an end", lambda t: trace_file.read(t.file("\n" * (10**6 + 1)), 1), ConfigError, ("1000000 lines", "give a part")),
     Case("request that no memory holds", lambda t: trace.play(Setup("local"), Parameters(Path("a"), memory_bytes=1 << 14),
          trace_file.read(t.file(traced(65, [1])), 1), unwatched), ConfigError, ("request 1", "2 pages", "has 1", "--memory 32768")),
     Case("cache that is too short", lambda t: paged().write(layers(tokens=3), [0], 0, 4), PageError, ("'kv'", "3 tokens of 4")),

@@ -13,6 +13,7 @@ from kvcore.bench import bandwidth, floor, idle, kill, memory, plan, rooms
 from kvcore.bench.bare import Bare
 from kvcore.bench.report import machine
 from kvcore.bench.setup import GIB, Measured, Setup
+from kvcore.bench.socket_floor import SocketFloor
 from kvcore.sides import ToolError
 from tests.commands import kvcore, one_line
 from tests.helpers import ROOT
@@ -68,7 +69,7 @@ def test_rooms_are_measured_at_every_number_in_flight() -> None:
     assert found["versions"]["distribution"] == "kvcore" and found["machine"]["cores"] >= 1  # type: ignore[index]
     assert found["parameters"] == {
         "rooms": 24, "in_flight": [1, 8], "page_bytes": 512, "repeats": 2, "measured_from": ["open", "receive"], "waiting": [3],
-        "options": {}, "host": "127.0.0.1",
+        "options": {}, "host": "127.0.0.1", "topology": "p1d1",
     }  # fmt: skip
     cases = [(clock, 3, in_flight) for in_flight in (1, 8) for clock in ("open", "receive")]
     for one, (clock, waiting, in_flight) in zip(found["results"], cases, strict=True):  # type: ignore[arg-type]
@@ -173,14 +174,14 @@ def test_rates_are_medians_and_latencies_are_those_of_all_rooms() -> None:
 
 def test_kvcores_share_of_the_engine_alone_is_that_of_turns_side_by_side() -> None:
     alone = floor.Figures("fast", {"slow": 1.0, "fast": 9.0}, (10.0, 100.0, 40.0), {"prefill": (1.0, 3.0, 2.0), "decode": (4.0, 6.0, 5.0)})
-    assert alone.share((9.0, 80.0, 20.0)) == pytest.approx(0.8)  # of 0.9, 0.8 and 0.5; of the medians it would be 0.5
     repeats = [{"prefill": Measured(1.0, 1.0), "decode": Measured(1 / rate, 1.0)} for rate in (9.0, 80.0, 20.0)]
     found = bandwidth.result(10**9, bandwidth.Parameters((10**9,), 10**9), repeats, BARE, alone)  # type: ignore[arg-type]
     assert found.raw is not None and (found.raw.way, found.raw.tried_gb_per_s) == ("fast", alone.tried)
     assert (found.raw.gb_per_s, found.raw.gb_per_s_each) == (40.0, alone.rates)
     assert (found.raw.prefill_cpu_s_per_gib, found.raw.decode_cpu_s_per_gib) == pytest.approx((2 * GIB / 1e9, 5 * GIB / 1e9))
     assert found.raw.decode_cpu_s_per_gib_each == pytest.approx([each * GIB / 1e9 for each in (4, 6, 5)])
-    assert (found.raw.kvcore_share, found.raw.kvcore_share_each) == (pytest.approx(0.8), pytest.approx((0.9, 0.8, 0.5)))
+    shares = (found.raw.kvcore_share, found.raw.kvcore_share_each)
+    assert shares == (pytest.approx(0.8), pytest.approx((0.9, 0.8, 0.5)))  # of the medians it would be 0.5
     assert "engine alone: fast" in "\n".join(bandwidth.table([found])) and "kvcore: 80% of it" in "\n".join(bandwidth.table([found]))
 
 
@@ -258,6 +259,18 @@ def test_available_memory_is_some_of_the_machines() -> None:
 
 def test_rooms_are_measured_over_ipv6_too() -> None:
     run("rooms", "--rooms", "4", "--in-flight", "1", "--repeats", "1", "--host", "::1")
+
+
+@pytest.mark.parametrize("host", ["", " "])
+def test_a_host_that_is_none_is_wrong_usage(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["bench", "rooms", "--host", host]) == 2
+    out, err = capsys.readouterr()
+    assert not out and one_line(err) and f"'--host': {host!r} is no address" in err
+
+
+def test_the_ways_of_the_floor_are_in_the_documents_by_their_names() -> None:
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert [way for way in SocketFloor.ways if f"`{way}`" not in text] == []
 
 
 def test_a_room_that_fails_fails_the_measurement(tmp_path: Path) -> None:

@@ -48,6 +48,22 @@ PLOTS = {
     "bench trace": ["Distribution of queueing and transfer and total", "CPU"],
     "bench plan": ["Each case"],
 }
+UNITS = {
+    r"gb_per_s$": r"GB \(10\^9 bytes\) a second",
+    r"_per_s$": "a second",
+    r"s_per_gib$": r"a GiB \(2\^30 bytes\), in seconds",
+    r"_gib$": r"GiB \(2\^30 bytes\)",
+    r"(^|_)us_": "microseconds",
+    r"(^|_)ms(_|$)": "milliseconds",
+    r"_s$|^seconds$": "seconds",
+    r"percent$": "percent",
+    r"share$": "1 for all",
+    r"bytes": "bytes",
+    r"pages": "pages",
+    r"tokens": "tokens",
+    r"rooms": "rooms",
+}
+"""What the description of a field says whose name has this in it, the first that fits."""
 TELLING = ("compare", "schema")
 """Commands that measure nothing."""
 HOSTILE = """<script>alert("1")</script> $x_1$ & 'it' </svg><img src=x onerror=y> #010200"""
@@ -106,6 +122,16 @@ def test_the_schema_is_printed_and_is_one() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout) == schema()
     jsonschema.Draft202012Validator.check_schema(schema())
+
+
+def test_every_field_of_the_schema_says_what_it_is_and_in_which_unit() -> None:
+    said = {
+        (kind, name): field.get("description", "") for kind, one in schema()["$defs"].items() for name, field in one["properties"].items()
+    }
+    assert [field for field, text in said.items() if not re.fullmatch(r"\S[^\n]*\.", text)] == []
+    for (kind, name), text in said.items():
+        words = next((words for unit, words in UNITS.items() if re.search(unit, name)), "") if not name.endswith("_each") else ""
+        assert re.search(words, text, re.IGNORECASE), (kind, name, text)
 
 
 @pytest.mark.parametrize("command", MEASURED)
@@ -203,6 +229,21 @@ def test_a_page_has_what_was_measured_and_its_plots(command: str, written: dict[
         assert each in said
     assert all(MEASUREMENTS[command].name(result) in said for result in told.results)
     assert not re.search(r"mathdefault|#0102[0-9a-f]{2}", text) and "var(--text)" in text and "prefers-color-scheme: dark" in text
+
+
+def test_a_page_shows_what_grows_with_the_rooms_that_wait(written: dict[str, Path]) -> None:
+    told, growth = read(written["bench rooms"]), ["Latency beside rooms that wait", "CPU time beside rooms that wait"]
+    beside = [{**result, "waiting": waiting} for waiting in (1000, 10) for result in told.results]
+    assert not [drawing for drawing in drawings(page(told, [])) if set(growth) & set(texts(drawing))]
+    found = {text: drawing for drawing in drawings(page(replace(told, results=beside), [])) for text in texts(drawing)}
+    cases = {"from open, 1 in flight", "from open, 4 in flight", "from receive, 1 in flight", "from receive, 4 in flight"}
+    for title, unit in zip(growth, ("milliseconds, median", "us a room, both sides"), strict=True):
+        assert {*cases, unit, "10", "1000"} <= set(texts(found[title]))
+        lines = [path.get("d", "") for path in found[title].iter() if "stroke-width: 2;" in path.get("style", "")]
+        assert len(lines) >= len(cases)
+        for line in lines:
+            along = [float(x) for x in re.findall(r"[ML] (\S+)", line)]
+            assert len(along) == 2 and along == sorted(along), "from few rooms to many"
 
 
 @pytest.mark.parametrize("command", MEASURED)

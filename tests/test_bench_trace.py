@@ -117,7 +117,7 @@ def test_a_digest_is_that_of_what_is_played(tmp_path: Path) -> None:
     assert played == digest(read(written(tmp_path, line(100, 512, 1), line(105, 600, 1, 2)), 9))
     others = [
         (line(0, 512, 7), line(6, 600, 7, 8)),
-        (line(0, 512, 7), line(5, 600, 8, 8)),
+        (line(0, 512, 7), line(5, 600, 8, 9)),
         (line(0, 512, 7), line(5, 601, 7, 8)),
         (line(0, 512, 7),),
     ]
@@ -139,6 +139,7 @@ def test_a_digest_is_that_of_what_is_played(tmp_path: Path) -> None:
         ('{"timestamp": 0, "input_length": 1, "output_length": -1, "hash_ids": [1]}', "line 1: Expected `int` >= 0"),
         ('{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]}', "line 1: 1 hash_ids for an input of 513 tokens"),
         ('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1, 2]}', "line 1: 2 hash_ids for an input of 512 tokens"),
+        ('\n{"timestamp": 0, "input_length": 1537, "output_length": 1, "hash_ids": [1, 5, 2, 5]}', "line 2: id 5 stands in hash_ids twice"),
         ('{"a": ' + "[" * 100_000, "line 1: "),
         ("1" * (2 << 20), "line 1: it is longer than 1048576 bytes"),
         ("\x00\ud800\x1b[2J", "line 1: JSON is malformed"),
@@ -169,6 +170,17 @@ def test_what_cannot_be_played_is_refused_in_one_line(
     assert cli.run(["bench", "trace", *arguments]) == code
     out, error = capsys.readouterr()
     assert not out and one_line(error) and said in error
+
+
+def test_a_trace_that_takes_long_says_so_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its requests end 35 and 25 seconds after the first arrival, and are played three times: an hour, and a second less than a minute."""
+    path = written(tmp_path, line(7000, 1, 0, output=1750), line(17_000, 1, 0, output=750))
+    monkeypatch.setattr(trace, "play", Mock(side_effect=ToolError("begun")))
+    for speed, said in ((105 / 3600, "at --speed 0.0291667 2 requests, played 3 times, take 1:00:00 at least"), (105 / 59, "")):
+        assert cli.run(["bench", "trace", str(path), "--speed", str(speed), "--repeats", "2"]) == 1
+        assert capsys.readouterr().err == f"kvcore: {said}\n" * bool(said) + "kvcore: begun\n"
 
 
 # --- pages
@@ -398,6 +410,25 @@ def test_pages_are_used_again_only_when_their_room_is_release_safe(kind: type[Pr
     rooms[1].is_release_safe.return_value = True
     wait_until(lambda: stepped(0))
     side.aside.close()
+
+
+def test_prefill_neither_writes_nor_keeps_twice_what_an_earlier_request_has_written() -> None:
+    """Two requests that begin alike, memory for both only where they share that, and a decode that has it already for the second."""
+    requests = [Request(0.0, 1024, 1, (0, 1)), Request(0.0, 1024, 1, (0, 2))]
+    parameters = Parameters(Path("t"), page_tokens=512, page_bytes=64, memory_bytes=3 * 64)
+    rooms = [Mock(Sender, prefix_pages={"kv": there}) for there in (0, 1)]
+    mine = Mock(**{"poll_all.side_effect": lambda handles: [KVPoll.WAITING_FOR_INPUT] * len(handles)})
+    settings = (Setup("local"), parameters, requests)
+    prefill = Prefill(Mock(**{"open.side_effect": rooms}), mine, Buffer(frozenset({"cpu"}), 3, 64), settings, 0)
+    prefill.content.write = written = Mock()  # type: ignore[method-assign]
+    for number in (0, 1):
+        prefill.open(number)
+        wait_until(lambda number=number: prefill.step() is not None or bool(rooms[number].send.called))  # type: ignore[misc]
+    (first, own), (second,) = (room.send.call_args.args[0].tolist() for room in rooms)
+    assert len({first, own, second}) == prefill.played.pages_most == 3
+    found = [(call.args[1].tolist(), call.args[2].tolist()) for call in written.call_args_list]
+    assert found == [([first, own], [0, 1]), ([second], [2])]
+    prefill.aside.close()
 
 
 # --- what goes wrong

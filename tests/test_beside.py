@@ -145,11 +145,11 @@ def test_slots_lie_apart_and_scattered_pages_are_no_neighbours() -> None:
 
 
 def turn(rate: float, ms: float, cpu: float) -> Turn:
-    return Turn(10, rate, 0.0, ms, 2 * ms, cpu, cpu)
+    return Turn(rate, cpu, cpu, 10, 0.0, ms, 2 * ms)
 
 
 def alone(us: float, cpu: float) -> RawTurn:
-    return RawTurn(us, 2 * us, 1e6 / us, cpu, 0.0)
+    return RawTurn(1e6 / us, cpu, 0.0, us, 2 * us)
 
 
 def test_ratios_are_of_turns_beside_each_other_and_their_spread_is_told() -> None:

@@ -13,9 +13,10 @@ from contextlib import ExitStack, contextmanager
 import msgspec
 import pytest
 import zmq
-from kvcore_conformance.stage.driver import Child, until
+from kvcore_conformance.stage.driver import Child
 from kvcore_conformance.stage.footprint import Footprint
 from kvcore_conformance.stage.noise import listening
+from kvcore_conformance.stage.waits import until
 
 from benchmarks.fuzz.liars import LyingDecode
 from benchmarks.fuzz.wards import UP_S, move

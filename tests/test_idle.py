@@ -10,7 +10,8 @@ from itertools import islice
 from unittest.mock import Mock
 
 import pytest
-from kvcore_conformance.stage.driver import Child, until
+from kvcore_conformance.stage.driver import Child
+from kvcore_conformance.stage.waits import until
 
 from kvcore import KVPoll, Limits
 from kvcore.protocol import events as ev

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvcore_conformance.stage.driver import LIMITS, SOON_S, Child, ChildError, Crew, Handle, PoolSpec, free_port, until
+from kvcore_conformance.stage.crew import Crew
+from kvcore_conformance.stage.driver import LIMITS, Child, ChildError, Handle, PoolSpec, free_port
 from kvcore_conformance.stage.noise import Noise
+from kvcore_conformance.stage.waits import SOON_S, until
 
 from tests.helpers import BACKENDS, able, fences
 

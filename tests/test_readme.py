@@ -14,6 +14,7 @@ from textwrap import dedent
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import typer
@@ -266,6 +267,12 @@ def test_every_setting_is_in_the_configuration() -> None:
         assert float(in_table(options, name)[0]) == field.default
     for part in (kvcore.Topology, kvcore.Security):
         assert all(f"`{name}`" in settings for name in part.model_fields)
+
+
+def test_the_file_of_options_for_the_bench_is_one() -> None:
+    (text,) = blocks(page("performance.md"), "toml")
+    given = msgspec.toml.decode(text)
+    assert LocalOptions(**given).model_dump(include=set(given)) == given
 
 
 def test_every_hook_and_capability_is_in_the_backends_page() -> None:

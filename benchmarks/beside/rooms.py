@@ -35,14 +35,10 @@ class Parameters:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """Of one system: rates, latencies from before a receiver is opened until its end is seen, and CPU time of a process's threads."""
+class Cost:
+    """Rooms a second, and of a room the CPU time of a process's threads, by side."""
 
-    rooms: int
     rooms_per_s: float
-    gb_per_s: float
-    p50_ms: float
-    p99_ms: float
     prefill_cpu_us: float
     decode_cpu_us: float
 
@@ -53,19 +49,21 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class RawTurn:
-    """Of the engine alone: medians of the pages' transfer and of it with that of the side records after it, and CPU time for both."""
+class Turn(Cost):
+    """Of one system: how many rooms, and their latencies from before a receiver is opened until its end is seen."""
+
+    rooms: int
+    gb_per_s: float
+    p50_ms: float
+    p99_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class RawTurn(Cost):
+    """Of the engine alone: medians of the pages' transfer and of it with that of the side records after it, which make a room."""
 
     kv_us: float
     kv_aux_us: float
-    rooms_per_s: float
-    prefill_cpu_us: float
-    decode_cpu_us: float
-
-    @property
-    def cpu_us(self) -> float:
-        """Of a room, on both sides."""
-        return self.prefill_cpu_us + self.decode_cpu_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,13 +191,13 @@ class Bench:
             raise ToolError(f"{pair.system}: {theirs['bad']} of {rooms} rooms have side records that are not theirs; {AGAIN}")
         seconds, lat = theirs["t1"] - theirs["t0"], sorted(theirs["lat"])
         return Turn(
-            rooms,
             rooms / seconds,
+            mine["cpu"] / rooms * 1e6,
+            theirs["cpu"] / rooms * 1e6,
+            rooms,
             rooms * self._case.geometry.room_bytes / seconds / 1e9,
             quantile(lat, 0.5) * 1e3,
             quantile(lat, 0.99) * 1e3,
-            mine["cpu"] / rooms * 1e6,
-            theirs["cpu"] / rooms * 1e6,
         )
 
     def _raw_turns(self, pair: Pair) -> Iterator[tuple[str, RawTurn]]:
@@ -244,7 +242,7 @@ def raw_turn(found: Mapping[str, Any], decode_cpu_s: float, n: int) -> RawTurn:
     """From what a child's ``raw`` gives on prefill."""
     kv, whole = found["kv"], found["kv_aux"]
     middle = quantile(sorted(kv), 0.5) * 1e6, quantile(sorted(whole), 0.5) * 1e6
-    return RawTurn(*middle, len(whole) / sum(whole), found["cpu"] / n * 1e6, decode_cpu_s / n * 1e6)
+    return RawTurn(len(whole) / sum(whole), found["cpu"] / n * 1e6, decode_cpu_s / n * 1e6, *middle)
 
 
 def ratios(turns: Mapping[str, Sequence[Turn]], raw: Mapping[str, Sequence[RawTurn]]) -> dict[str, Spread]:

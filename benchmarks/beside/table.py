@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from benchmarks.beside.rooms import AGREE, FLOORS, PEER, RawTurn, Result, Spread, Turn
+from benchmarks.beside.rooms import AGREE, FLOORS, PEER, Cost, RawTurn, Result, Spread, Turn
 
 NAMES = {"sglang": "SGLang", "kvcore": "kvcore"}
 RATIOS = {
@@ -44,17 +44,19 @@ def table(results: Sequence[Result]) -> Iterator[str]:
 
 def _system(name: str, turns: Sequence[Turn]) -> str:
     rate, p50, p99 = (_spread(turns, field) for field in ("rooms_per_s", "p50_ms", "p99_ms"))
-    cpu = " ".join(f"{_spread(turns, field):>22}" for field in ("prefill_cpu_us", "decode_cpu_us"))
     gb = Spread.of([turn.gb_per_s for turn in turns]).median
-    return f"  {name:<26} {rate:>22} {gb:>6.2f} {p50:>22} {p99:>22} {cpu}"
+    return f"  {name:<26} {rate:>22} {gb:>6.2f} {p50:>22} {p99:>22} {_cpu(turns)}"
 
 
 def _raw(name: str, turns: Sequence[RawTurn]) -> str:
     rate = _spread(turns, "rooms_per_s")
     p50 = Spread.of([turn.kv_aux_us / 1e3 for turn in turns])
-    cpu = " ".join(f"{_spread(turns, field):>22}" for field in ("prefill_cpu_us", "decode_cpu_us"))
-    return f"  {name:<26} {rate:>22} {'':>6} {p50!s:>22} {'':>22} {cpu}"
+    return f"  {name:<26} {rate:>22} {'':>6} {p50!s:>22} {'':>22} {_cpu(turns)}"
 
 
-def _spread(turns: Sequence[Turn] | Sequence[RawTurn], field: str) -> str:
+def _cpu(turns: Sequence[Cost]) -> str:
+    return " ".join(f"{_spread(turns, field):>22}" for field in ("prefill_cpu_us", "decode_cpu_us"))
+
+
+def _spread(turns: Sequence[Cost], field: str) -> str:
     return str(Spread.of([getattr(turn, field) for turn in turns]))

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from kvcore_conformance.child.worker import Worker, serve
-from kvcore_conformance.stage.driver import Child, ChildError, Handle, PoolSpec, free_port, until
+from kvcore_conformance.stage.driver import Child, ChildError, Handle, PoolSpec, free_port
 from kvcore_conformance.stage.footprint import Footprint
+from kvcore_conformance.stage.waits import until
 
 from kvcore import KVManager
 from kvcore.faults import ControlTap

@@ -12,7 +12,8 @@ from kvcore import Capabilities
 from kvcore_conformance.plugin import CREW, FAILED
 from kvcore_conformance.stage.arena import Pair, paired
 from kvcore_conformance.stage.bare import Bare, Kept
-from kvcore_conformance.stage.driver import SOON_S, Crew
+from kvcore_conformance.stage.crew import Crew
+from kvcore_conformance.stage.waits import SOON_S
 from kvcore_conformance.subject import Subject
 
 __all__ = ["able", "bare", "crew", "kept_engines", "pair", "patient", "standing", "standing_patient"]

@@ -17,7 +17,7 @@ from kvcore_conformance.minutes import minutes
 from kvcore_conformance.subject import Subject, options_from
 
 if TYPE_CHECKING:
-    from kvcore_conformance.stage.driver import Crew
+    from kvcore_conformance.stage.crew import Crew
 
 CREW: pytest.StashKey[Crew] = pytest.StashKey()
 FAILED = pytest.StashKey[bool]()

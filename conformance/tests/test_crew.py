@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from kvcore_conformance.stage.driver import Crew
+from kvcore_conformance.stage.crew import Crew
 
 
 @pytest.fixture

@@ -8,5 +8,5 @@ and ``trace_floor.py``, with the requests of ``trace_file.py``, the pages of ``p
 
 What they tell is in ``report.py``, the JSON object that all write and its schema, ``page.py`` and ``plots.py``, the page for people, and
 ``compare.py``. These know a result by the names of its fields alone: a figure ``x`` with its unit at the end, ``x_each`` with every repeat,
-``…_percentiles`` from 0 to 100, ``raw`` and ``bare`` for the floors.
+``…_percentiles`` from 0 to 100, ``raw`` and ``bare`` for the floors. ``fields.py`` is how such fields are declared and made.
 """

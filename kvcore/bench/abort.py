@@ -6,40 +6,41 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
 import kvcore
-from kvcore.bench.setup import Address, Go, Ready, Setup, manager, percentiles
+from kvcore.bench.fields import percentiles, told
+from kvcore.bench.setup import Go, Ready, Setup, buffer_for, manager, started
 from kvcore.bench.waiting import PAGE_BYTES, Opener, Waiting
-from kvcore.buffers import Buffer, memory_kinds
 from kvcore.progress import Watch
-from kvcore.sides import SIDES, Close, Link, Sides, ToolError
+from kvcore.sides import SIDES, Close, Link, ToolError
 from kvcore.states import KVPoll, Side
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """``rooms``: how many are live at first; all are aborted, one every ``gap_s``, by one side and in another turn by the other."""
+    """What is measured: all rooms are aborted by one side, and in another turn by the other."""
 
-    rooms: int = 1000
-    gap_s: float = 0.002
-    repeats: int = 3
+    rooms: Annotated[int, told("Rooms that are live at first.")] = 1000
+    gap_s: Annotated[float, told("Seconds from one abort to the next.")] = 0.002
+    repeats: Annotated[int, told("How often either side aborts all of them.")] = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Aborts by one side: milliseconds from the call of ``abort`` until a thread of the other side that waits has seen FAILED. Of all
-    repeats together, and of each; percentiles from 0 to 100."""
+    """Aborts by one side: from the call of ``abort`` until a thread of the other side that waits has seen FAILED, of all repeats
+    together. Of several ranks the first aborts, and the last of the other side's counts."""
 
-    aborted_by: Side
-    rooms: int
-    median_ms: float
+    aborted_by: Annotated[Side, told("The side that aborts.")]
+    rooms: Annotated[int, told("Rooms that are live at first.")]
+    median_ms: Annotated[float, told("Milliseconds until the other side knows: the median of all rooms.")]
     median_ms_each: tuple[float, ...]
-    p99_ms: float
+    p99_ms: Annotated[float, told("Milliseconds until the other side knows, which 99 % of all rooms do not exceed.")]
     p99_ms_each: tuple[float, ...]
-    max_ms: float
-    ms_percentiles: tuple[float, ...]
+    max_ms: Annotated[float, told("Milliseconds until the other side knows: the most of all rooms.")]
+    ms_percentiles: Annotated[tuple[float, ...], told("Milliseconds until the other side knows: percentiles 0 to 100 of all rooms.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +53,16 @@ class Times:
 def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
     """Measure aborts by either side; of the repeats all count together. Raises ``ToolError`` if a room fails for another reason."""
     results = []
-    with Sides("bench", work, (setup, parameters), setup.patience_s, watch, setup.debug) as sides:
-        sides.tell("decode", sides.hear("prefill", Address))
-        for aborting in SIDES:
+    with started(work, setup, (setup, parameters), watch) as sides:
+        for aborting, other in (SIDES, SIDES[::-1]):
             took = list[list[float]]()
             for _ in range(parameters.repeats):
                 watch("measuring", f"aborts by {aborting}")
                 sides.tell_both(Go(aborting))
-                sides.hear_both(Ready)
+                sides.hear_all(Ready)
                 sides.tell_both(Go())
-                times = {side: np.array(each.seconds) for side, each in sides.hear_both(Times).items()}
-                seen = times["decode" if aborting == "prefill" else "prefill"]
-                took.append(list(1e3 * (seen - times[aborting])))
+                aborted, seen = ([each.seconds for each in sides.hear_side(side, Times)] for side in (aborting, other))
+                took.append(list(1e3 * (np.max(seen, axis=0) - np.array(aborted[0]))))
             results.append(result(aborting, took))
         sides.close()
     return results
@@ -84,9 +83,9 @@ def table(results: Sequence[Result]) -> Iterator[str]:
 
 
 def work(side: Side, settings: tuple[Setup, Parameters], link: Link) -> None:
-    """One of the two processes."""
+    """One of the processes. Of a side that aborts the first rank does, and the others see it too."""
     setup, parameters = settings
-    with manager(side, setup, Buffer(memory_kinds(setup.backend), 1, PAGE_BYTES)) as mine:
+    with manager(side, setup, buffer_for(side, setup, 1, PAGE_BYTES * setup.ranks.heads), link) as mine:
         opener = Opener(mine, side, link)
         opener.meet(setup)
         attempt = 1
@@ -96,7 +95,8 @@ def work(side: Side, settings: tuple[Setup, Parameters], link: Link) -> None:
             waiting.grow(parameters.rooms)
             link.tell(Ready())
             link.hear(Go)
-            times = _abort(waiting.handles, parameters.gap_s) if order.way == side else _see(waiting.handles, setup)
+            aborts = order.way == side and not link.rank
+            times = _abort(waiting.handles, parameters.gap_s) if aborts else _see(waiting.handles, setup)
             link.tell(Times(tuple(times)))
             waiting.clear()
             attempt += 1

@@ -3,21 +3,37 @@ beside it, the same by the engine alone."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
 from kvcore.bench.bare import Bare
-from kvcore.bench.floor import Beside, Figures, Turns, meet
-from kvcore.bench.setup import GIB, MIB, SEED, Address, Clock, Go, Measured, Ready, Setup, finish, manager, orders, verify
-from kvcore.buffers import Buffer, memory_kinds, random_pages
+from kvcore.bench.fields import by_side, cpu_s, repeated, told
+from kvcore.bench.floor import Beside, Figures, NoTurns, Share, Turns, Way, meet
+from kvcore.bench.setup import (
+    GIB,
+    MIB,
+    Address,
+    Clock,
+    Go,
+    Measured,
+    Ready,
+    Setup,
+    buffer_for,
+    content,
+    finish,
+    manager,
+    orders,
+    started,
+    together,
+    verify,
+)
 from kvcore.manager import KVManager
 from kvcore.memory import Indices
 from kvcore.progress import Watch
-from kvcore.sides import SIDES, Link, Sides
+from kvcore.sides import Link
 from kvcore.states import Side
 
 Order = Literal["scattered", "contiguous"]
@@ -26,49 +42,48 @@ Order = Literal["scattered", "contiguous"]
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """A room has as many pages of each size as go into ``room_bytes``, but one at least. Each size is warmed up, then measured."""
+    """What is measured, for each size of a page and each order of the pages."""
 
-    page_bytes: tuple[int, ...] = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
-    room_bytes: int = 64 * MIB
-    repeats: int = 5
-    order: tuple[Order, ...] = ("scattered",)
+    page_bytes: Annotated[tuple[int, ...], told("Bytes of a page.")] = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
+    room_bytes: Annotated[int, told("Bytes of a room, which has as many whole pages as go into them, but one at least.")] = 64 * MIB
+    repeats: Annotated[int, told("How often each case is measured, after once for warming up.")] = 5
+    order: Annotated[tuple[Order, ...], told("How a room's pages lie on both sides.")] = ("scattered",)
 
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """The engine alone: its fastest way, the best rate of each way when it was tried, and what part of its rate kvcore has, which is the
-    median over turns that followed each other."""
+    """The engine alone, by its fastest way."""
 
-    way: str
-    tried_gb_per_s: dict[str, float]
-    gb_per_s: float
+    way: Way
+    tried_gb_per_s: Annotated[dict[str, float], told("By way, GB (10^9 bytes) a second at best when it was tried.")]
+    gb_per_s: Annotated[float, told("GB (10^9 bytes) a second.")]
     gb_per_s_each: tuple[float, ...]
-    prefill_cpu_s_per_gib: float
+    prefill_cpu_s_per_gib: Annotated[float, told("Prefill's CPU time for a GiB (2^30 bytes), in seconds.")]
     prefill_cpu_s_per_gib_each: tuple[float, ...]
-    decode_cpu_s_per_gib: float
+    decode_cpu_s_per_gib: Annotated[float, told("Decode's CPU time for a GiB (2^30 bytes), in seconds.")]
     decode_cpu_s_per_gib_each: tuple[float, ...]
-    kvcore_share: float
+    kvcore_share: Share
     kvcore_share_each: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one size of a page in one order: medians of the repeats, from decode's opening of a room to its SUCCESS. A GB is 10**9 bytes.
-    ``raw``: None where the backend offers no floor."""
+    """Of one size of a page in one order, from decode's opening of a room to its SUCCESS; of several ranks from the first to the last. A
+    figure is the median of the repeats."""
 
-    page_bytes: int
-    order: Order
-    pages: int
-    room_bytes: int
-    gb_per_s: float
+    page_bytes: Annotated[int, told("Bytes of a page.")]
+    order: Annotated[Order, told("How the pages lay on both sides: scattered, or in one run.")]
+    pages: Annotated[int, told("Pages of a room.")]
+    room_bytes: Annotated[int, told("Bytes of a room.")]
+    gb_per_s: Annotated[float, told("GB (10^9 bytes) a second.")]
     gb_per_s_each: tuple[float, ...]
-    prefill_cpu_s_per_gib: float
+    prefill_cpu_s_per_gib: Annotated[float, told("CPU time of prefill's process for a GiB (2^30 bytes), in seconds.")]
     prefill_cpu_s_per_gib_each: tuple[float, ...]
-    decode_cpu_s_per_gib: float
+    decode_cpu_s_per_gib: Annotated[float, told("CPU time of decode's process for a GiB (2^30 bytes), in seconds.")]
     decode_cpu_s_per_gib_each: tuple[float, ...]
-    bytes_verified: int
-    raw: Raw | None
-    bare: Bare
+    bytes_verified: Annotated[int, told("Bytes that were compared with what was sent, those for warming up too.")]
+    raw: Annotated[Raw | None, told("The engine alone; null where the backend offers no floor, and with several ranks.")]
+    bare: Annotated[Bare | None, told("The bare machine; null with several ranks.")]
 
 
 def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
@@ -80,19 +95,18 @@ def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
 def _measure(setup: Setup, parameters: Parameters, watch: Watch) -> Result:
     (page_bytes,), (order,) = parameters.page_bytes, parameters.order
     repeats = []
-    with Sides("bench", work, (setup, parameters), setup.patience_s, watch, setup.debug) as sides:
-        sides.tell("decode", sides.hear("prefill", Address))
+    with started(work, setup, (setup, parameters), watch) as sides:
         nbytes = pages_of(parameters, page_bytes) * page_bytes
-        floor = Turns(sides, meet(sides), nbytes / 1e9, nbytes)
+        floor = Turns(sides, meet(sides), nbytes / 1e9, nbytes) if setup.ranks.alone else NoTurns()
         for repeat in range(parameters.repeats + 1):
             watch(
                 "measuring",
                 f"{order} pages of {page_bytes} bytes, " + (f"repeat {repeat} of {parameters.repeats}" if repeat else "warming up"),
             )
-            sides.tell("prefill", Go())
-            sides.hear("prefill", Ready)
-            sides.tell("decode", Go())
-            repeats.append(sides.hear_both(Measured))
+            sides.tell_side("prefill", Go())
+            sides.hear_side("prefill", Ready)
+            sides.tell_side("decode", Go())
+            repeats.append(together(sides.hear_all(Measured)))
             floor.take() if repeat else floor.warm_up()
         sides.close()
     return result(page_bytes, parameters, repeats[1:], floor.bare, floor.figures)
@@ -104,24 +118,19 @@ def pages_of(parameters: Parameters, page_bytes: int) -> int:
 
 
 def result(
-    page_bytes: int, parameters: Parameters, repeats: Sequence[dict[Side, Measured]], machine: Bare, floor: Figures | None = None
+    page_bytes: int, parameters: Parameters, repeats: Sequence[dict[Side, Measured]], machine: Bare | None, floor: Figures | None = None
 ) -> Result:
     """What the repeats come to."""
     pages = pages_of(parameters, page_bytes)
     nbytes = pages * page_bytes
-    rates = tuple(nbytes / each["decode"].seconds / 1e9 for each in repeats)
-    cpu = {side: tuple(each[side].cpu_s / nbytes * GIB for each in repeats) for side in SIDES}
+    rates = [nbytes / each["decode"].seconds / 1e9 for each in repeats]
     return Result(
         page_bytes=page_bytes,
         order=parameters.order[0],
         pages=pages,
         room_bytes=nbytes,
-        gb_per_s=statistics.median(rates),
-        gb_per_s_each=rates,
-        prefill_cpu_s_per_gib=statistics.median(cpu["prefill"]),
-        prefill_cpu_s_per_gib_each=cpu["prefill"],
-        decode_cpu_s_per_gib=statistics.median(cpu["decode"]),
-        decode_cpu_s_per_gib_each=cpu["decode"],
+        **repeated(gb_per_s=rates),
+        **by_side("cpu_s_per_gib", cpu_s(repeats), GIB / nbytes),
         bytes_verified=nbytes * (len(repeats) + 1),
         raw=None if floor is None else _raw(floor, rates, nbytes),
         bare=machine,
@@ -129,18 +138,11 @@ def result(
 
 
 def _raw(floor: Figures, rates: Sequence[float], nbytes: int) -> Raw:
-    cpu = {side: tuple(seconds / nbytes * GIB for seconds in each) for side, each in floor.cpu_s.items()}
     return Raw(
         way=floor.way,
         tried_gb_per_s=floor.tried,
-        gb_per_s=statistics.median(floor.rates),
-        gb_per_s_each=floor.rates,
-        prefill_cpu_s_per_gib=statistics.median(cpu["prefill"]),
-        prefill_cpu_s_per_gib_each=cpu["prefill"],
-        decode_cpu_s_per_gib=statistics.median(cpu["decode"]),
-        decode_cpu_s_per_gib_each=cpu["decode"],
-        kvcore_share=floor.share(rates),
-        kvcore_share_each=floor.shares(rates),
+        **repeated(gb_per_s=floor.rates, kvcore_share=floor.shares(rates)),
+        **by_side("cpu_s_per_gib", floor.cpu_s, GIB / nbytes),
     )
 
 
@@ -152,7 +154,8 @@ def table(results: Sequence[Result]) -> Iterator[str]:
         yield f"{room} {_rates(one)}"
         if one.raw is not None:
             yield f"{'  engine alone: ' + one.raw.way:<{len(room)}} {_rates(one.raw)}   kvcore: {one.raw.kvcore_share:.0%} of it"
-        yield str(one.bare)
+        if one.bare is not None:
+            yield str(one.bare)
     yield f"all of {sum(one.bytes_verified for one in results) / MIB:.4g} MiB verified"
 
 
@@ -162,18 +165,19 @@ def _rates(one: Result | Raw) -> str:
 
 
 def work(side: Side, settings: tuple[Setup, Parameters], link: Link) -> None:
-    """One of the two processes."""
+    """One of the processes."""
     setup, parameters = settings
     (page_bytes,) = parameters.page_bytes
-    buffer = Buffer(memory_kinds(setup.backend), pages_of(parameters, page_bytes), page_bytes)
-    (_prefill if side == "prefill" else _decode)(setup, parameters.order[0], buffer, link)
+    (_prefill if side == "prefill" else _decode)(setup, parameters.order[0], pages_of(parameters, page_bytes), page_bytes, link)
 
 
-def _prefill(setup: Setup, order: Order, buffer: Buffer, link: Link) -> None:
-    buffer.write(random_pages(SEED, *buffer.tensor.shape))
-    pages = listed(order, "prefill", len(buffer.tensor))
-    with manager("prefill", setup, buffer) as prefill:
-        link.tell(Address(prefill.address))
+def _prefill(setup: Setup, order: Order, count: int, page_bytes: int, link: Link) -> None:
+    buffer = buffer_for("prefill", setup, count, page_bytes)
+    buffer.write(content("prefill", link.rank, setup, count, page_bytes))
+    pages = listed(order, "prefill", count)
+    with manager("prefill", setup, buffer, link) as prefill:
+        if not link.rank:
+            link.tell(Address(prefill.address))
         with Beside("prefill", setup, buffer, link) as beside:
             for room, go in enumerate(orders(link)):
                 if go.way:
@@ -191,10 +195,11 @@ def _send(prefill: KVManager, room: int, pages: Indices, setup: Setup, link: Lin
         return clock.read()
 
 
-def _decode(setup: Setup, order: Order, buffer: Buffer, link: Link) -> None:
-    sent = random_pages(SEED, *buffer.tensor.shape)[listed(order, "prefill", len(buffer.tensor))]
-    pages = listed(order, "decode", len(buffer.tensor))
-    with manager("decode", setup, buffer) as decode:
+def _decode(setup: Setup, order: Order, count: int, page_bytes: int, link: Link) -> None:
+    buffer = buffer_for("decode", setup, count, page_bytes)
+    sent = content("decode", link.rank, setup, count, page_bytes)[listed(order, "prefill", count)]
+    pages = listed(order, "decode", count)
+    with manager("decode", setup, buffer, link) as decode:
         address = link.hear(Address).text
         sources = np.arange(len(pages))
         with Beside("decode", setup, buffer, link) as beside:

@@ -6,17 +6,18 @@ that does nothing else.
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import zmq
 
 from kvcore import interfaces
 from kvcore.addresses import Address
+from kvcore.bench.fields import repeated, told
 from kvcore.bench.setup import Clock, Measured, Setup
 from kvcore.buffers import Buffer, Bytes
 from kvcore.memory import Indices
@@ -35,9 +36,11 @@ class Bare:
     that does nothing else), and one thread's copy of the same pages to the same places, where they are in CPU memory. Medians of the
     turns, of which each has the median of 300 round trips. A GB is 10**9 bytes."""
 
-    round_trip_ms: float
+    round_trip_ms: Annotated[float, told("Milliseconds that 200 bytes take there and back over ZeroMQ.")]
     round_trip_ms_each: tuple[float, ...]
-    copy_gb_per_s: float | None
+    copy_gb_per_s: Annotated[
+        float | None, told("GB (10^9 bytes) a second of one thread's copy of the same pages; null where they are not in CPU memory.")
+    ]
     copy_gb_per_s_each: tuple[float, ...]
 
     def __str__(self) -> str:
@@ -47,8 +50,8 @@ class Bare:
 
 def bare(round_trips_s: Sequence[float], copies_s: Sequence[float], nbytes: int) -> Bare:
     """From the seconds of the turns, and the bytes that each copy moved."""
-    trips, rates = tuple(1e3 * each for each in round_trips_s), tuple(nbytes / each / 1e9 for each in copies_s)
-    return Bare(statistics.median(trips), trips, statistics.median(rates) if rates else None, rates)
+    trips, rates = [1e3 * each for each in round_trips_s], [nbytes / each / 1e9 for each in copies_s]
+    return Bare(**repeated(round_trip_ms=trips, copy_gb_per_s=rates))
 
 
 def over(times_ms: Sequence[float], raw_ms: Sequence[float], one_way: int, machine: Bare) -> tuple[float, ...]:

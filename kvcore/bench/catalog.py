@@ -44,6 +44,13 @@ BESIDE = (
     '"Bare machine" (bare) is a message of 200 bytes there and back over ZeroMQ between the same two processes, and one thread\'s copy of '
     "the same pages.",
 )
+RANKS = (
+    "Of several ranks a side (topology pNdM: N of prefill and M of decode, each a process) a room is one room on all of them: a page "
+    "holds all heads over a whole side, and each rank its share. A room's time is from the first rank that begins to the last that ends; "
+    "CPU time and memory are those of all ranks of a side together. Neither the engine alone nor the bare machine stands beside it, since "
+    "these are of two processes."
+)
+"""Read where there are several."""
 SPREAD = "A figure is the median of the repeats; the least and the most of them stand beside it, and as a thin line in the plots."
 
 MEASUREMENTS = {

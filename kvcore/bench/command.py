@@ -11,7 +11,8 @@ from typing import Annotated, cast
 import typer
 
 from kvcore.bench.memory import afford
-from kvcore.bench.options import HtmlFile, apart, measurement, tell
+from kvcore.bench.options import HtmlFile, Topology, apart, measurement, tell
+from kvcore.bench.ranks import ALONE, Ranks
 from kvcore.cli_options import JsonFile, Timeout, positive, seconds, tell_json
 from kvcore.progress import progress
 from kvcore.sides import ToolError
@@ -64,13 +65,16 @@ def rooms(
     waiting: Annotated[
         list[int], typer.Option(min=0, max=100_000, help="Rooms that wait meanwhile; may be given more than once.")
     ] = WAITING,
+    topology: Topology = ALONE,
 ) -> object:
     """Rooms a second, a room's latency, and CPU time a room on both sides; one page a room. Beside it, transfers of the engine alone."""
     _fit(rooms * page_bytes, "--page-bytes", "one page a room")
+    _shared(page_bytes, topology)
     from kvcore.bench import rooms as module
 
     # both have the pages that are sent, twice; decode has those of all rooms, and compares a copy with what they ought to be
-    afford("--rooms, --page-bytes, --waiting", (4 * module.SOURCE_PAGES + 4 * rooms) * page_bytes, rooms=rooms + max(waiting))
+    nbytes = (4 * module.SOURCE_PAGES + 4 * rooms) * page_bytes
+    afford("--rooms, --page-bytes, --waiting", nbytes, rooms=rooms + max(waiting), ranks=topology)
     clocks = cast("tuple[module.From, ...]", tuple(one.value for one in measured_from))
     return module.Parameters(rooms, tuple(in_flight), page_bytes, repeats, clocks, tuple(waiting))
 
@@ -84,12 +88,15 @@ def bandwidth(
     room_bytes: Annotated[int, typer.Option(min=1, max=MOST_BYTES, help="Bytes of a room, a page at least.")] = 64 << 20,
     order: Annotated[list[Order], typer.Option(help="How the pages lie on both sides; may be given more than once.")] = ORDER,
     repeats: Repeats = 5,
+    topology: Topology = ALONE,
 ) -> object:
     """Bytes a second, and CPU time a GiB on both sides, for pages of several sizes. Beside it, the same bytes by the engine alone."""
+    for size in page_bytes:
+        _shared(size, topology)
     from kvcore.bench.bandwidth import Parameters
 
     # both have the pool and what is to be in it, and decode compares a copy
-    afford("--room-bytes, --page-bytes", 6 * max(room_bytes, *page_bytes), pages=room_bytes // min(page_bytes))
+    afford("--room-bytes, --page-bytes", 6 * max(room_bytes, *page_bytes), pages=room_bytes // min(page_bytes), ranks=topology)
     return Parameters(tuple(page_bytes), room_bytes, repeats, tuple(one.value for one in order))
 
 
@@ -100,11 +107,12 @@ def idle(
     window: Annotated[float, typer.Option(callback=seconds, help="Seconds to look at the clocks for.")] = 5.0,
     repeats: Annotated[int, typer.Option(min=1, max=1000, help="How many such windows.")] = 3,
     timeout: Timeout = 120.0,
+    topology: Topology = ALONE,
 ) -> object:
     """CPU share and memory of both processes while nothing moves, and the time of one poll_all: without rooms, and with many that wait."""
     if window >= timeout:
         raise typer.BadParameter(f"{window:g} s is not below the {timeout:g} s of --timeout", param_hint="--window")
-    afford("--rooms", 0, rooms=rooms)
+    afford("--rooms", 0, rooms=rooms, ranks=topology)
     from kvcore.bench.idle import Parameters
 
     return Parameters(rooms, window, repeats)
@@ -115,9 +123,10 @@ def idle(
 def abort(
     rooms: Annotated[int, typer.Option(min=1, max=MOST_ROOMS, help="Rooms that are live at first.")] = 1000,
     repeats: Repeats = 3,
+    topology: Topology = ALONE,
 ) -> object:
     """The time until the other side of a room knows of an abort, of either side, while many rooms are live."""
-    afford("--rooms", 0, rooms=rooms)
+    afford("--rooms", 0, rooms=rooms, ranks=topology)
     from kvcore.bench.abort import Parameters
 
     return Parameters(rooms, repeats=repeats)
@@ -130,11 +139,12 @@ def kill(
     liveness: Annotated[float, typer.Option(callback=seconds, help="The limit liveness_s of both sides.")] = 2.0,
     repeats: Annotated[int, typer.Option(min=1, max=1000, help="How often each side is struck by each signal.")] = 3,
     timeout: Timeout = 120.0,
+    topology: Topology = ALONE,
 ) -> object:
     """The time until rooms have failed with a reason after the other side's process was killed, or stopped."""
     if liveness >= timeout:
         raise typer.BadParameter(f"{liveness:g} s is not below the {timeout:g} s of --timeout", param_hint="--liveness")
-    afford("--rooms", 0, rooms=3 * rooms)
+    afford("--rooms", 0, rooms=3 * rooms, ranks=topology)
     from kvcore.bench.kill import Parameters
 
     return Parameters(rooms, liveness, repeats)
@@ -200,6 +210,12 @@ def schema() -> None:
     from kvcore.bench import report
 
     typer.echo(json.dumps(report.schema(), indent=2))
+
+
+def _shared(page_bytes: int, ranks: Ranks) -> None:
+    if page_bytes % ranks.heads:
+        what = f"a page of {page_bytes} bytes cannot be shared out over the ranks of {ranks}"
+        raise typer.BadParameter(f"{what}; give a multiple of {ranks.heads}", param_hint="--page-bytes")
 
 
 def _fit(nbytes: int, option: str, what: str) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
 from kvcore.bench.catalog import MEASUREMENTS
+from kvcore.bench.fields import told
 from kvcore.bench.report import SCHEMA, Figure, Report, figures, read
 from kvcore.sides import ToolError
 
@@ -25,45 +26,45 @@ DRAWS = 2000
 class Difference:
     """What is not the same in both: a parameter, a version, a fact of the machine, a word in a result."""
 
-    what: str
-    a: Any
-    b: Any
+    what: Annotated[str, told("What differs.")]
+    a: Annotated[Any, told("What it is in A.")]
+    b: Annotated[Any, told("What it is in B.")]
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """B over A, and the interval ``low`` to ``high`` that has 95 % of the ratios of their medians when repeats of either are drawn again
-    and again, with replacement; None with fewer than two repeats. The ratio is None where A's figure is 0."""
+    """B over A of one figure. Repeats of either are drawn again and again, with replacement, and the interval has 95 % of the ratios of
+    their medians."""
 
-    figure: str
-    a: float
-    b: float
-    ratio: float | None
-    low: float | None
-    high: float | None
-    verdict: Verdict
+    figure: Annotated[str, told("The figure's name, with its unit at the end.")]
+    a: Annotated[float, told("The figure in A, in its unit.")]
+    b: Annotated[float, told("The figure in B, in its unit.")]
+    ratio: Annotated[float | None, told("The figure in B over that in A; null where this is 0.")]
+    low: Annotated[float | None, told("Where the interval of the ratio begins; null with fewer than two repeats.")]
+    high: Annotated[float | None, told("Where the interval of the ratio ends; null with fewer than two repeats.")]
+    verdict: Annotated[Verdict, told("Of B beside A: alike if 1 lies within the interval; unknown with few repeats.")]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One result, by what it is of."""
+    """One result that both have."""
 
-    name: str
-    ratios: tuple[Ratio, ...]
+    name: Annotated[str, told("What the result is of.")]
+    ratios: Annotated[tuple[Ratio, ...], told("One of each figure that both have.")]
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """``compared``: the command that wrote both; ``missing``: names of results that one of them only has."""
+    """Two reports, figure by figure."""
 
-    schema: Literal[1]
-    command: Literal["bench compare"]
-    compared: str
-    a: str
-    b: str
-    differences: tuple[Difference, ...]
-    missing: tuple[str, ...]
-    results: tuple[Case, ...]
+    schema: Annotated[Literal[1], told("Of this form; raised when a field goes or changes its meaning.")]
+    command: Annotated[Literal["bench compare"], told("The command that compared.")]
+    compared: Annotated[str, told("The command that wrote both.")]
+    a: Annotated[str, told("The file of A.")]
+    b: Annotated[str, told("The file of B.")]
+    differences: Annotated[tuple[Difference, ...], told("What is not the same in both, beside figures.")]
+    missing: Annotated[tuple[str, ...], told("Names of results that one of them only has.")]
+    results: Annotated[tuple[Case, ...], told("One of each case that both have.")]
 
 
 def compare(a: Path, b: Path) -> Comparison:

@@ -15,13 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 from pydantic import BaseModel
 
 from kvcore import interfaces, mapping, registry
 from kvcore.bench.bare import Bare, Caller, Echo, bare, copy
+from kvcore.bench.fields import cpu_s, told
 from kvcore.bench.setup import Clock, Go, Measured, Ready, Setup, pool
 from kvcore.buffers import Buffer, Bytes
 from kvcore.hookspecs import Endpoint, OpenContext, Peer, Transfer
@@ -36,6 +37,10 @@ BARE = "bare"
 """The turn of the bare machine, which is no way of an engine's."""
 TRIES = 2
 """How often each way of posting is tried before the fastest is chosen."""
+
+Way = Annotated[str, told("The engine's way of posting that was the fastest when all were tried.")]
+Share = Annotated[float, told("What part of the engine's rate kvcore has, 1 for all, over turns that followed each other.")]
+"""Fields that results of several measurements have of their floor."""
 
 
 class Floor(Protocol):
@@ -97,10 +102,6 @@ class Figures:
         """How rates of kvcore's compare: each one's part of the turn that came after it."""
         return tuple(mine / raw for mine, raw in zip(rates, self.rates, strict=True))
 
-    def share(self, rates: Sequence[float]) -> float:
-        """The median of ``shares``."""
-        return statistics.median(self.shares(rates))
-
 
 def offered(backend: str) -> importlib.metadata.EntryPoint | None:
     """The floor of a backend, not imported yet; None if no distribution offers one."""
@@ -146,9 +147,8 @@ class Turns:
         if not self._taken:
             return None
         rates = tuple(self._rate(turn) for turn in self._taken)
-        cpu_s = {side: tuple(turn[side].cpu_s for turn in self._taken) for side in SIDES}
         alone = tuple(1e3 * statistics.median(times) for turn in self._taken if (times := turn["prefill"].latencies_s))
-        return Figures(self._fastest, dict(self._tried), rates, cpu_s, alone)
+        return Figures(self._fastest, dict(self._tried), rates, cpu_s(self._taken), alone)
 
     @property
     def bare(self) -> Bare:
@@ -173,6 +173,18 @@ class Turns:
         return {"prefill": prefill, "decode": self._sides.hear("decode", Measured)}
 
 
+class NoTurns:
+    """Where a side is several processes nothing stands beside it."""
+
+    figures = bare = None
+
+    def warm_up(self) -> None:
+        """Nothing."""
+
+    def take(self) -> None:
+        """Nothing."""
+
+
 # --- in the two processes
 
 
@@ -180,7 +192,7 @@ class Raw:
     """A side's engine by itself, with the pages of a measurement."""
 
     def __init__(self, floor: Floor, side: Side, setup: Setup, buffer: Buffer) -> None:
-        self._floor, self._name, self._pool = floor, f"kvcore-bench-{side}", pool(buffer)
+        self._floor, self._name, self._pool = floor, f"kvcore-bench-{side}", pool(buffer, side, setup)
         _, _, info = registry.plugin_manager(registry.load_backend(setup.backend))
         host = interfaces.placed(setup.host, "")["host"]
         context = OpenContext(self._name, side, 0, host, host, logging.getLogger("kvcore.bench"), (self._pool.geometry,))
@@ -224,12 +236,15 @@ class Raw:
 
 
 class Beside:
-    """What a side has beside its manager, and the meeting with the other side's. Its context ends the engine."""
+    """What a side has beside its manager, and the meeting with the other side's; nothing if either side is several processes. Its context
+    ends the engine."""
 
     def __init__(self, side: Side, setup: Setup, buffer: Buffer, link: Link) -> None:
-        entry = offered(setup.backend)
+        entry = offered(setup.backend) if setup.ranks.alone else None
         self._floor: Floor | None = entry.load()() if entry is not None else None
         self._link, self._buffer = link, buffer
+        if not setup.ranks.alone:
+            return
         self._raw = Raw(self._floor, side, setup, buffer) if self._floor is not None else None
         if side == "decode":
             self._echo = Echo(setup)

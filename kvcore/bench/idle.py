@@ -11,14 +11,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from kvcore.bench.fields import by_side, told
 from kvcore.bench.loop import carry
-from kvcore.bench.setup import Address, Clock, Go, Ready, Setup, manager
+from kvcore.bench.setup import Clock, Go, Ready, Setup, buffer_for, manager, started
 from kvcore.bench.waiting import PAGE_BYTES, SPARE_PAGE, Opener, Waiting
-from kvcore.buffers import Buffer, memory_kinds
 from kvcore.flight import MOST_ENTRIES
 from kvcore.progress import Watch
-from kvcore.sides import Close, Link, Sides
+from kvcore.sides import SIDES, Close, Link
 from kvcore.states import Side
 
 FILLING_ROOMS = MOST_ENTRIES // 12
@@ -30,32 +31,33 @@ LOOKS = 50
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """``rooms``: how many wait in the second half, published on decode, with nothing handed over on prefill; ``repeats``: windows of
-    ``window_s`` seconds in each half."""
+    """What is measured: first without a room, then with all of them, published on decode, with nothing handed over on prefill."""
 
-    rooms: int = 5000
-    window_s: float = 5.0
-    repeats: int = 3
+    rooms: Annotated[int, told("Rooms that wait in the second half.")] = 5000
+    window_s: Annotated[float, told("Seconds between two looks at the clocks.")] = 5.0
+    repeats: Annotated[int, told("How many such windows there are in each half.")] = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of so many waiting rooms; medians of the repeats. Each process's share of one core, in percent; how long one ``poll_all`` of all
-    rooms takes; and how much more anonymous memory is resident than before they were opened, by room. None without rooms, memory also
-    where the system does not tell."""
+    """Of so many waiting rooms; a figure is the median of the repeats. Of several ranks the sum, and the longest ``poll_all``."""
 
-    rooms: int
-    window_s: float
-    prefill_cpu_percent: float
+    rooms: Annotated[int, told("Rooms that wait.")]
+    window_s: Annotated[float, told("Seconds between two looks at the clocks.")]
+    prefill_cpu_percent: Annotated[float, told("CPU time of prefill's process, in percent of one core.")]
     prefill_cpu_percent_each: tuple[float, ...]
-    decode_cpu_percent: float
+    decode_cpu_percent: Annotated[float, told("CPU time of decode's process, in percent of one core.")]
     decode_cpu_percent_each: tuple[float, ...]
-    prefill_poll_all_ms: float | None
+    prefill_poll_all_ms: Annotated[float | None, told("Milliseconds of one poll_all of all rooms on prefill; null without rooms.")]
     prefill_poll_all_ms_each: tuple[float, ...]
-    decode_poll_all_ms: float | None
+    decode_poll_all_ms: Annotated[float | None, told("Milliseconds of one poll_all of all rooms on decode; null without rooms.")]
     decode_poll_all_ms_each: tuple[float, ...]
-    prefill_bytes_per_room: float | None
-    decode_bytes_per_room: float | None
+    prefill_bytes_per_room: Annotated[
+        float | None, told("Bytes of memory that a room takes on prefill; null without rooms, and where the system does not tell.")
+    ]
+    decode_bytes_per_room: Annotated[
+        float | None, told("Bytes of memory that a room takes on decode; null without rooms, and where the system does not tell.")
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,34 +73,34 @@ class Seen:
 def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
     """Measure without a room, then with all of them. Raises ``ToolError`` if a room does not wait all the time."""
     results = []
-    with Sides("bench", work, (setup, parameters), setup.patience_s, watch, setup.debug) as sides:
-        sides.tell("decode", sides.hear("prefill", Address))
+    with started(work, setup, (setup, parameters), watch) as sides:
         for rooms in (0, parameters.rooms):
             watch("measuring", f"{rooms} waiting rooms")
             sides.tell_both(Go())
-            sides.hear_both(Ready)
+            sides.hear_all(Ready)
             sides.tell_both(Go())
-            results.append(result(rooms, parameters, sides.hear_both(Seen)))
+            results.append(result(rooms, parameters, {side: of_side(sides.hear_side(side, Seen)) for side in SIDES}))
         sides.close()
     return results
 
 
+def of_side(ranks: Sequence[Seen]) -> Seen:
+    """What all ranks of a side come to: the sum of CPU and memory, and the longest look."""
+    memory = [one.bytes_per_room for one in ranks if one.bytes_per_room is not None]
+    cpu = tuple(sum(window) for window in zip(*(one.cpu_percent for one in ranks), strict=True))
+    polls = tuple(max(looks) for looks in zip(*(one.poll_all_ms for one in ranks), strict=True))
+    return Seen(cpu, polls, sum(memory) if memory else None)
+
+
 def result(rooms: int, parameters: Parameters, seen: dict[Side, Seen]) -> Result:
     """What both sides saw of so many rooms."""
-    prefill, decode = seen["prefill"], seen["decode"]
     return Result(
         rooms=rooms,
         window_s=parameters.window_s,
-        prefill_cpu_percent=statistics.median(prefill.cpu_percent),
-        prefill_cpu_percent_each=prefill.cpu_percent,
-        decode_cpu_percent=statistics.median(decode.cpu_percent),
-        decode_cpu_percent_each=decode.cpu_percent,
-        prefill_poll_all_ms=statistics.median(prefill.poll_all_ms) if rooms else None,
-        prefill_poll_all_ms_each=prefill.poll_all_ms,
-        decode_poll_all_ms=statistics.median(decode.poll_all_ms) if rooms else None,
-        decode_poll_all_ms_each=decode.poll_all_ms,
-        prefill_bytes_per_room=prefill.bytes_per_room,
-        decode_bytes_per_room=decode.bytes_per_room,
+        **by_side("cpu_percent", {side: one.cpu_percent for side, one in seen.items()}),
+        **by_side("poll_all_ms", {side: one.poll_all_ms for side, one in seen.items()}),
+        prefill_bytes_per_room=seen["prefill"].bytes_per_room,
+        decode_bytes_per_room=seen["decode"].bytes_per_room,
     )
 
 
@@ -117,9 +119,9 @@ def _shown(value: float | None, form: str) -> str:
 
 
 def work(side: Side, settings: tuple[Setup, Parameters], link: Link) -> None:
-    """One of the two processes."""
+    """One of the processes."""
     setup, parameters = settings
-    with manager(side, setup, Buffer(memory_kinds(setup.backend), 1, PAGE_BYTES)) as mine:
+    with manager(side, setup, buffer_for(side, setup, 1, PAGE_BYTES * setup.ranks.heads), link) as mine:
         opener = Opener(mine, side, link)
         opener.meet(setup)
         filling = range(1, min(FILLING_ROOMS, 4 * parameters.rooms) + 1)  # a few rooms take nothing that could be told from chance

@@ -8,16 +8,16 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 
 import kvcore
-from kvcore.bench.setup import Address, Go, Ready, Setup, manager, percentiles
+from kvcore.bench.fields import percentiles, told
+from kvcore.bench.setup import Go, Ready, Setup, buffer_for, manager, started
 from kvcore.bench.waiting import PAGE_BYTES, SETTLE_S, SPARE_PAGE, STEP_S, Opener
-from kvcore.buffers import Buffer, memory_kinds
 from kvcore.progress import Watch
-from kvcore.sides import SIDES, Close, Link, Sides, ToolError
+from kvcore.sides import SIDES, Close, Link, ToolError
 from kvcore.states import KVPoll, Side
 
 Stage = Literal["joined", "published", "transferring"]
@@ -32,35 +32,32 @@ SHOWS: dict[Side, dict[Stage, KVPoll]] = {
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """``rooms``: how many are live at each stage; ``liveness_s``: that limit, on both sides; ``repeats``: how often each side is struck by
-    each of the ``signals``. A process that is stopped is there and says nothing, as one on a host that cannot be reached."""
+    """What is measured. A process that is stopped is there and says nothing, as one on a host that cannot be reached."""
 
-    rooms: int = 100
-    liveness_s: float = 2.0
-    repeats: int = 3
-    signals: tuple[Signal, ...] = ("SIGKILL", "SIGSTOP")
+    rooms: Annotated[int, told("Rooms that are live at each stage.")] = 100
+    liveness_s: Annotated[float, told("The liveness limit of both sides, in seconds.")] = 2.0
+    repeats: Annotated[int, told("How often each side is struck by each signal.")] = 3
+    signals: Annotated[tuple[Signal, ...], told("What the processes are struck by.")] = ("SIGKILL", "SIGSTOP")
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of the rooms of one side at one stage: seconds from the signal to the other side's process until a thread that waits has seen FAILED.
-    ``joined``: both handles are open, and nothing is published yet; ``published``: nothing is handed over yet; ``transferring``: a first
-    chunk has been moved, the last is to come. ``over_limit_s``: how much later than the liveness limit the last was seen; the limit counts
-    from the last message of the side that was struck, so this may be below 0. None for SIGKILL, which is seen without the limit. ``codes``:
-    how many rooms failed with which code, and the first ``reason`` in words."""
+    """Of the rooms of one side at one stage, from the signal to the other side's process until a thread that waits has seen FAILED; of all
+    repeats together. Of several ranks all of the one side are struck, and the last of the other counts. The limit counts from the last
+    message of the side that was struck, so ``over_limit_s`` may be below 0."""
 
-    struck: Side
-    signal: Signal
-    stage: Stage
-    rooms: int
-    liveness_s: float
-    median_s: float
+    struck: Annotated[Side, told("The side whose process was struck.")]
+    signal: Annotated[Signal, told("What it was struck by.")]
+    stage: Annotated[Stage, told("Joined: nothing published yet; published: nothing handed over yet; transferring: a first chunk moved.")]
+    rooms: Annotated[int, told("Rooms at this stage in each repeat.")]
+    liveness_s: Annotated[float, told("The liveness limit of both sides, in seconds.")]
+    median_s: Annotated[float, told("Seconds from the signal until FAILED is seen: the median of all rooms.")]
     median_s_each: tuple[float, ...]
-    p99_s: float
-    max_s: float
-    over_limit_s: float | None
-    codes: dict[str, int]
-    reason: str
+    p99_s: Annotated[float, told("Seconds from the signal until FAILED is seen, which 99 % of all rooms do not exceed.")]
+    max_s: Annotated[float, told("Seconds from the signal until FAILED is seen: the most of all rooms.")]
+    over_limit_s: Annotated[float | None, told("Seconds from the liveness limit to max_s; null for SIGKILL, seen without the limit.")]
+    codes: Annotated[dict[str, int], told("By failure code, how many rooms failed with it.")]
+    reason: Annotated[str, told("The first reason, in words.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +85,20 @@ def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
 def _once(struck: Side, sign: signal.Signals, setup: Setup, parameters: Parameters, watch: Watch) -> tuple[float, Ends]:
     """When it was struck, and what the other side saw."""
     living: Side = "decode" if struck == "prefill" else "prefill"
-    with Sides("bench", work, (setup, parameters), setup.patience_s, watch, setup.debug) as sides:
-        sides.tell("decode", sides.hear("prefill", Address))
+    with started(work, setup, (setup, parameters), watch) as sides:
         sides.tell_both(Go(struck))
-        sides.hear_both(Ready)
+        sides.hear_all(Ready)
         at = sides.strike(struck, sign)
-        ends = sides.hear(living, Ends)
+        ends = sides.hear_side(living, Ends)
         sides.close()
-    return at, ends
+    return at, last(ends)
+
+
+def last(ranks: Sequence[Ends]) -> Ends:
+    """Of each room what the rank has seen that saw its end last."""
+    rooms = [max(each) for each in zip(*(zip(one.seconds, one.codes, strict=True) for one in ranks), strict=True)]
+    seconds, codes = zip(*rooms, strict=True)
+    return Ends(seconds, codes, ranks[0].reason)
 
 
 def result(struck: Side, sign: Signal, stage: int, parameters: Parameters, repeats: Sequence[tuple[float, Ends]]) -> Result:
@@ -130,9 +133,10 @@ def table(results: Sequence[Result]) -> Iterator[str]:
 
 
 def work(side: Side, settings: tuple[Setup, Parameters], link: Link) -> None:
-    """One of the two processes."""
+    """One of the processes."""
     setup, parameters = settings
-    with manager(side, setup, Buffer(memory_kinds(setup.backend), 1, PAGE_BYTES), parameters.liveness_s) as mine:
+    buffer = buffer_for(side, setup, 1, PAGE_BYTES * setup.ranks.heads)
+    with manager(side, setup, buffer, link, parameters.liveness_s) as mine:
         opener = Opener(mine, side, link)
         opener.meet(setup)
         struck = link.hear(Go).way

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvcore.bench.ranks import ALONE, Ranks
 from kvcore.cli_options import Backend, Host, JsonFile, Options, Timeout, folder_exists, tell_json, write
 from kvcore.installed import find_backend
 from kvcore.progress import progress
@@ -36,6 +37,20 @@ HtmlFile = Annotated[
 ]
 
 
+def _ranks(given: str | Ranks) -> Ranks:
+    """From words, and from the default, which is read likewise."""
+    try:
+        return Ranks.named(str(given))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--topology") from error
+
+
+Topology = Annotated[
+    Ranks,
+    typer.Option(metavar="pNdM", parser=_ranks, help="N tensor-parallel ranks of prefill and M of decode, each a process, such as p4d2."),
+]
+
+
 def apart(json_file: Path | None, html_file: Path | None) -> None:
     """One would be written over the other."""
     if json_file is not None and html_file is not None and json_file.resolve() == html_file.resolve():
@@ -44,13 +59,14 @@ def apart(json_file: Path | None, html_file: Path | None) -> None:
 
 def measurement(command: Callable[..., object]) -> Callable[..., None]:
     """A command of two processes, from a function that has the measurement's own options and returns its parameters: the module of the
-    function's name measures. Of the options that all have, those that the function names too are given to it."""
+    function's name measures. Of the options that all have, those that the function names too are given to it. ``topology`` is one of its
+    own that is given to the measurement as well."""
     own, whole = (inspect.signature(function, eval_str=True).parameters for function in (command, _measure))
     common = {name: option for name, option in whole.items() if option.kind is option.KEYWORD_ONLY}
 
     def run(**given: Any) -> None:
         parameters = command(**{name: given[name] for name in own})
-        _measure(command.__name__, parameters, **{name: given[name] for name in common})
+        _measure(command.__name__, parameters, **{name: given[name] for name in whole if name in given})
 
     first = {name: common[name] for name in ("context", "backend")}
     options = {**first, **own, **common}.values()
@@ -62,6 +78,7 @@ def measurement(command: Callable[..., object]) -> Callable[..., None]:
 def _measure(
     name: str,
     parameters: object,
+    topology: Topology = ALONE,
     *,
     context: typer.Context,
     backend: Backend = "local",
@@ -75,10 +92,11 @@ def _measure(
     find_backend(backend)  # a misspelt name should not wait for two processes
     from kvcore.bench.setup import Setup
 
-    module, setup = importlib.import_module(f"kvcore.bench.{name}"), Setup(backend, options or {}, host, timeout, bool(context.obj))
+    module = importlib.import_module(f"kvcore.bench.{name}")
+    setup = Setup(backend, options or {}, host, timeout, bool(context.obj), str(topology))
     with progress() as watch:
         results = module.measure(setup, parameters, watch)
-    lack = _lack(backend) if any(field.name == "raw" for field in fields(results[0])) else []
+    lack = _lack(setup) if any(field.name == "raw" for field in fields(results[0])) else []
     tell(name, setup, parameters, results, [*module.table(results), *lack], json_file, html_file)
 
 
@@ -104,10 +122,12 @@ def tell(
             write(html_file, page(found, table), "--html")
 
 
-def _lack(backend: str) -> list[str]:
+def _lack(setup: Setup) -> list[str]:
     """For the end of a table: why nothing stands beside its figures."""
     from kvcore.bench.floor import offered
 
-    if offered(backend) is not None:
+    if not setup.ranks.alone:
+        return [f"no engine alone and no bare machine beside it: these are of two processes, and measured with {ALONE} only"]
+    if offered(setup.backend) is not None:
         return []
-    return [f"no engine alone beside it: no floor of {backend} is installed (kvcore-floors has those of nixl and mooncake)"]
+    return [f"no engine alone beside it: no floor of {setup.backend} is installed (kvcore-floors has those of nixl and mooncake)"]

@@ -6,10 +6,12 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
 from kvcore import mapping
+from kvcore.bench.fields import told
 from kvcore.layouts import Heads, Place
 from kvcore.memory import Indices, PoolGeometry, Region
 from kvcore.planner import Layout, plan, split
@@ -20,24 +22,22 @@ NUM_PAGES = 65536
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """How often each case is planned."""
+    """How the planner is measured."""
 
-    repeats: int = 30
+    repeats: Annotated[int, told("How often each case is planned.")] = 30
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One chunk: ``pages`` in as many ``regions``, ``scattered`` or in one run, cut into batches of ``cut`` descriptors.
+    """One chunk. Towards several decode ranks, each of which gets its heads of every page, it is planned in strided form and not
+    written out."""
 
-    Towards several decode ``ranks``, each of which gets its heads of every page, it is planned in strided form and not written out.
-    """
-
-    pages: int
-    regions: int
-    scattered: bool
-    cut: int | None
-    target_ms: float
-    ranks: int = 1
+    pages: Annotated[int, told("Pages of the chunk.")]
+    regions: Annotated[int, told("Regions that each of them lies in.")]
+    scattered: Annotated[bool, told("Whether the pages lie scattered, or in one run.")]
+    cut: Annotated[int | None, told("Descriptors of one batch; null where the chunk is not cut into batches.")]
+    target_ms: Annotated[float, told("Milliseconds that the median must not exceed.")]
+    ranks: Annotated[int, told("Decode ranks that the chunk goes to.")] = 1
 
     def __str__(self) -> str:
         kind = "scattered pages" if self.scattered else "pages in one run"
@@ -48,10 +48,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One case's median, and every time."""
+    """One case's times."""
 
-    case: Case
-    median_ms: float
+    case: Annotated[Case, told("The chunk that was planned.")]
+    median_ms: Annotated[float, told("Milliseconds from page indices to descriptors: the median.")]
     median_ms_each: tuple[float, ...] = ()
 
     @property

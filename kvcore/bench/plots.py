@@ -1,7 +1,7 @@
 """The plots of a report's page, drawn by matplotlib as SVG whose colours are those of the page's style sheet, so light or dark as it is.
 
-What is plotted follows from the fields that results have: percentiles, a rate by the size of a page, CPU time by side; of others, the first
-figure.
+What is plotted follows from the fields that results have: percentiles, a rate by the size of a page, how a room's time grows with the rooms
+that wait, CPU time by side; of others, the first figure.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import matplotlib
@@ -46,13 +47,18 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
 }
 WIDTH = 9.2
+GROWTH = (
+    ("Latency beside rooms that wait", "milliseconds, median", ("latency_ms_median",)),
+    ("CPU time beside rooms that wait", "us a room, both sides", ("prefill_cpu_us_per_room", "decode_cpu_us_per_room")),
+)
+"""Titles, units, and the fields whose sum is plotted."""
 
 
 def plots(report: Report) -> Iterator[tuple[str, str]]:
     """Captions and drawings."""
     name, results = MEASUREMENTS[report.command].name, report.results
     named = [(name(result), result) for result in results]
-    found = [*_distributions(named), *_by_size(named), *_rates(named), *_over_wire(named), *_cpu(named)]
+    found = [*_distributions(named), *_by_size(named), *_rates(named), *_over_wire(named), *_growth(named), *_cpu(named)]
     yield from found or _first(named, {*MEASUREMENTS[report.command].names, *report.parameters})
 
 
@@ -84,11 +90,11 @@ def _by_size(named: Sequence[tuple[str, Result]]) -> Iterator[tuple[str, str]]:
         points = sorted((result for result in sized if result["order"] == order), key=lambda result: int(result["page_bytes"]))
 
         def draw(axes: Axes, points: Sequence[Result] = points) -> None:
-            _line(axes, points, "kvcore", "kvcore", ())
-            _line(axes, points, "raw", "engine alone", ("raw",))
-            _line(axes, points, "bare", "copy by one thread", ("bare",), "copy_gb_per_s")
-            axes.set_xscale("log", base=2)
             sizes = [result["page_bytes"] for result in points]
+            _line(axes, "kvcore", "kvcore", sizes, points, "gb_per_s")
+            _line(axes, "raw", "engine alone", sizes, [result.get("raw") for result in points], "gb_per_s")
+            _line(axes, "bare", "copy by one thread", sizes, [result.get("bare") for result in points], "copy_gb_per_s")
+            axes.set_xscale("log", base=2)
             axes.set_xticks(sizes, [_size(each) for each in sizes])
             axes.minorticks_off()
             axes.set(xlabel="size of a page", ylabel="GB/s", ylim=(0, None))
@@ -96,12 +102,13 @@ def _by_size(named: Sequence[tuple[str, Result]]) -> Iterator[tuple[str, str]]:
         yield "Higher is better; the thin lines are from the least to the most of the repeats.", _svg(f"Throughput, pages {order}", draw)
 
 
-def _line(axes: Axes, points: Sequence[Result], ink: str, label: str, within: Sequence[str], field: str = "gb_per_s") -> None:
-    found = [(result["page_bytes"], part) for result in points if (part := _within(result, within)) and part.get(field) is not None]
+def _line(axes: Axes, ink: str, label: str, along: Sequence[int], parts: Sequence[Result | None], field: str) -> None:
+    """A figure with its ends, of the parts that have it."""
+    found = [(at, part) for at, part in zip(along, parts, strict=True) if part and part.get(field) is not None]
     if found:
-        sizes, ends = [size for size, _ in found], [_ends(part, field) for _, part in found]
-        values = [part[field] for _, part in found]
-        axes.errorbar(sizes, values, [*zip(*ends, strict=True)], color=INK[ink], marker="o", linewidth=2, elinewidth=1, label=label)
+        values, ends = [part[field] for _, part in found], [_ends(part, field) for _, part in found]
+        places = [at for at, _ in found]
+        axes.errorbar(places, values, [*zip(*ends, strict=True)], color=INK[ink], marker="o", linewidth=2, elinewidth=1, label=label)
 
 
 def _rates(named: Sequence[tuple[str, Result]]) -> Iterator[tuple[str, str]]:
@@ -141,6 +148,34 @@ def _over_wire(named: Sequence[tuple[str, Result]]) -> Iterator[tuple[str, str]]
         "Shorter is better: the median latency of a room, above what the wire takes for it.",
         _svg("A room beside the wire", draw, 2 * len(timed)),
     )
+
+
+def _growth(named: Sequence[tuple[str, Result]]) -> Iterator[tuple[str, str]]:
+    """What a room takes beside more and more that wait."""
+    results = sorted((result for _, result in named if "waiting" in result), key=lambda result: int(result["waiting"]))
+    if len({result["waiting"] for result in results}) < 2:
+        return
+    cases: dict[str, list[Result]] = {}
+    for result in results:
+        cases.setdefault(MEASUREMENTS["bench rooms"].name({**result, "waiting": 0}), []).append(result)
+    for title, unit, fields in GROWTH:
+
+        def draw(axes: Axes, unit: str = unit, fields: Sequence[str] = fields) -> None:
+            for ink, (case, points) in zip(cycle(LINES), cases.items(), strict=False):
+                live = [result["waiting"] + result["in_flight"] for result in points]
+                _line(axes, ink, case, live, [_sum(result, fields) for result in points], "sum")
+            _logarithmic(axes)
+            axes.set(xlabel="live rooms, those that wait and those in flight (logarithmic)", ylabel=unit, ylim=(0, None))
+
+        yield (
+            "A level line does not grow with the rooms that wait; the thin lines are from the least to the most of the repeats.",
+            _svg(title, draw),
+        )
+
+
+def _sum(part: Result, fields: Sequence[str]) -> Result:
+    each = [sum(values) for values in zip(*(part[f"{field}_each"] for field in fields), strict=True)]
+    return {"sum": sum(part[field] for field in fields), "sum_each": each}
 
 
 def _cpu(named: Sequence[tuple[str, Result]]) -> Iterator[tuple[str, str]]:
@@ -209,12 +244,6 @@ def _logarithmic(axes: Axes) -> None:
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.xaxis.set_minor_locator(NullLocator())
-
-
-def _within(result: Result, path: Sequence[str]) -> Result:
-    for name in path:
-        result = result.get(name) or {}
-    return result
 
 
 def _ends(part: Result, field: str) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Decode's pages, shared by requests that begin alike: what one has left there the next need not be sent."""
+"""A side's pages, shared by requests that begin alike: what one has left there need not be written, or sent, for the next."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class PrefixCache:
         return Lease([*held, *missing], len(held))
 
     def filled(self, lease: Lease) -> None:
-        """All of its pages have arrived: whoever comes next may share them."""
+        """All of its pages are written, or have arrived: whoever comes next may share them."""
         for block in lease.blocks:
             self._known.setdefault(block.number, block)
 

@@ -10,18 +10,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 
-import numpy as np
-
 import kvcore
-from kvcore.bench.bandwidth import listed
 from kvcore.bench.floor import Beside
-from kvcore.bench.prefix_cache import Lease, PrefixCache
+from kvcore.bench.prefix_cache import Lease
 from kvcore.bench.scheduler import Scheduler, Settings
 from kvcore.bench.setup import WAIT_S, manager, orders
 from kvcore.bench.trace_floor import DecodeTurns, Moved, PrefillTurns
 from kvcore.bench.waiting import Opener
 from kvcore.buffers import Buffer, memory_kinds
-from kvcore.memory import Indices
 from kvcore.sides import Link, ToolError
 from kvcore.states import KVPoll, Side
 
@@ -29,16 +25,18 @@ POOL = "kv"
 
 
 class Prefill(Scheduler):
-    """Sends a request's pages as soon as they are written and decode has said how many of them it has already."""
+    """Sends a request's pages as soon as all are written and decode has said how many of them it has already. Pages of a prefix that an
+    earlier request has written are there, once for all, and are not written again."""
+
+    side = "prefill"
 
     def __init__(self, opener: Opener, mine: kvcore.KVManager, buffer: Buffer, settings: Settings, attempt: int) -> None:
         super().__init__(opener, mine, buffer, settings, attempt)
-        self._free = listed("scattered", "prefill", self.parameters.pages).tolist()
         self._waiting = deque[tuple[int, kvcore.Sender]]()
-        self._writing = deque[tuple[int, kvcore.Sender, Indices, Future[float]]]()
-        self._live: dict[kvcore.Sender, tuple[int, Indices]] = {}
+        self._writing = deque[tuple[int, kvcore.Sender, Lease, Future[float]]]()
+        self._live: dict[kvcore.Sender, tuple[int, Lease]] = {}
         self._sent = set[kvcore.Sender]()
-        self._ended: list[tuple[kvcore.Sender, Indices]] = []
+        self._ended: list[tuple[kvcore.Sender, Lease]] = []
 
     @property
     def left(self) -> int:
@@ -63,35 +61,33 @@ class Prefill(Scheduler):
                 self._ended.append((sender, self._live.pop(sender)[1]))
                 self._sent.discard(sender)
                 sender.clear()
-        self._ended = [(sender, pages) for sender, pages in self._ended if not self._released(sender, pages)]
-        self._place()
+        self._ended = [(sender, lease) for sender, lease in self._ended if not self._released(sender, lease)]
+        while self._waiting and self._place(*self._waiting[0]):
+            self._waiting.popleft()
         while self._writing and self._writing[0][3].done():
-            number, sender, pages, written = self._writing.popleft()
+            number, sender, lease, written = self._writing.popleft()
             self.played.complete_s[number] = written.result() - self._began
-            self._live[sender] = number, pages
+            self.cache.filled(lease)
+            self._live[sender] = number, lease
 
-    def _released(self, sender: kvcore.Sender, pages: Indices) -> bool:
+    def _released(self, sender: kvcore.Sender, lease: Lease) -> bool:
         safe = sender.is_release_safe()
         if safe:
-            self._free += pages.tolist()
+            self.cache.release(lease)
         return safe
 
-    def _place(self) -> None:
-        while self._waiting:
-            number, sender = self._waiting[0]
-            serials = self.serials(number)
-            if serials.size > len(self._free):
-                return
-            self._waiting.popleft()
-            self.played.placed_s[number] = self.now()
-            pages = np.array([self._free.pop() for _ in serials], np.int64)
-            self.played.pages_most = max(self.played.pages_most, self.parameters.pages - len(self._free))
-            written = self.aside.do(partial(self.content.write, self.buffer, pages, serials))
-            self._writing.append((number, sender, pages, written))
+    def _place(self, number: int, sender: kvcore.Sender) -> bool:
+        lease = self.lease(number)
+        if lease is None:
+            return False
+        missing, serials = lease.pages[lease.prefix :], self.serials(number)[lease.prefix :]
+        written = self.aside.do(partial(self.content.write, self.buffer, missing, serials))
+        self._writing.append((number, sender, lease, written))
+        return True
 
     def _send(self, sender: kvcore.Sender) -> None:
-        number, pages = self._live[sender]
-        self.played.moved[number] = pages[sender.prefix_pages[POOL] :]
+        number, lease = self._live[sender]
+        self.played.moved[number] = lease.pages[sender.prefix_pages[POOL] :]
         sender.send(self.played.moved[number], last=True)
         self._sent.add(sender)
 
@@ -110,9 +106,10 @@ class Held:
 class Decode(Scheduler):
     """Takes what is missing of a request, and holds its pages while it would be decoded."""
 
+    side = "decode"
+
     def __init__(self, opener: Opener, mine: kvcore.KVManager, buffer: Buffer, settings: Settings, attempt: int) -> None:
         super().__init__(opener, mine, buffer, settings, attempt)
-        self._cache = PrefixCache(listed("scattered", "decode", self.parameters.pages).tolist())
         self._waiting = deque[tuple[int, kvcore.Receiver]]()
         self._live: dict[kvcore.Receiver, tuple[int, Lease]] = {}
         self._held: list[Held] = []
@@ -137,18 +134,15 @@ class Decode(Scheduler):
                 receiver.raise_for_failure()
                 self._arrived(receiver, *self._live.pop(receiver))
         while self._held and self._held[0].until_s <= self.now() and self._over(self._held[0]):
-            self._cache.release(heapq.heappop(self._held).lease)
+            self.cache.release(heapq.heappop(self._held).lease)
         while self._waiting and self._place(*self._waiting[0]):
             self._waiting.popleft()
         self._look_for_the_stuck()
 
     def _place(self, number: int, receiver: kvcore.Receiver) -> bool:
-        request = self.requests[number]
-        lease = self._cache.lease(request.blocks, request.pages(self.parameters.page_tokens))
+        lease = self.lease(number)
         if lease is None:
             return False
-        self.played.pages_most = max(self.played.pages_most, self._cache.in_use)
-        self.played.placed_s[number] = self.now()
         self.played.moved[number] = lease.pages[lease.prefix :]
         receiver.receive(self.played.moved[number], prefix_pages=lease.prefix)
         self._live[receiver] = number, lease
@@ -157,7 +151,7 @@ class Decode(Scheduler):
     def _arrived(self, receiver: kvcore.Receiver, number: int, lease: Lease) -> None:
         self.played.complete_s[number] = self.now()
         receiver.clear()
-        self._cache.filled(lease)
+        self.cache.filled(lease)
         compared = self.aside.do(partial(self.content.check, self.buffer, lease.pages, self.serials(number), self.setup))
         tokens_s = self.requests[number].output_tokens * self.parameters.token_ms / 1e3 / self.parameters.speed
         heapq.heappush(self._held, Held(self.now() + tokens_s, number, receiver, lease, compared))
@@ -182,7 +176,7 @@ def work(side: Side, settings: Settings, link: Link) -> None:
     """One of the two processes."""
     setup, parameters, _ = settings
     buffer = Buffer(memory_kinds(setup.backend), parameters.pages, parameters.page_bytes)
-    with manager(side, replace(setup, patience_s=WAIT_S), buffer) as mine:  # a request may wait long for pages
+    with manager(side, replace(setup, patience_s=WAIT_S), buffer, link) as mine:  # a request may wait long for pages
         try:
             _work(side, mine, buffer, settings, link)
         except Exception as error:  # before closing ends the other side's rooms, which would be heard of as the cause

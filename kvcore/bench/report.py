@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, Literal, get_type_hints
+from typing import Annotated, Any, Final, Literal, get_type_hints
 
 import msgspec
 
 import kvcore
 from kvcore.bench.catalog import MEASUREMENTS
+from kvcore.bench.fields import told
 from kvcore.bench.setup import GIB, Setup
 from kvcore.errors import one_line
 from kvcore.installed import find_backend
@@ -24,34 +25,38 @@ from kvcore.sides import ToolError
 
 SCHEMA: Final = 1
 """Raised when a field goes or changes its meaning; fields may be added under the same number."""
+SETTINGS = ("options", "host", "topology")
+"""Of a ``Setup``, what is told with the parameters."""
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """``cores`` that may be used, kind of processor, kernel, memory, and the Python that ran."""
+    """What it was measured on."""
 
-    cores: int
-    architecture: str
-    python: str
-    processor: str
-    system: str
-    memory_gib: float
+    cores: Annotated[int, told("CPU cores that may be used.")]
+    architecture: Annotated[str, told("The kind of processor, such as x86_64.")]
+    python: Annotated[str, told("The version of Python.")]
+    processor: Annotated[str, told("The processor's name.")]
+    system: Annotated[str, told("The kernel and its release.")]
+    memory_gib: Annotated[float, told("Memory of the machine, in GiB (2^30 bytes).")]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a measurement writes. ``backend``: None if none had a part in it; ``taken``: when it was written, UTC; ``parameters``:
-    everything that can be set, as it was; ``results``: see the measurement."""
+    """What a measurement writes."""
 
-    schema: int
-    command: str
-    backend: str | None
-    versions: dict[str, str]
-    machine: Machine
-    taken: str
-    parameters: dict[str, Any]
-    results: list[dict[str, Any]]
+    schema: Annotated[int, told("Of this form; raised when a field goes or changes its meaning.")]
+    command: Annotated[str, told("The command that measured.")]
+    backend: Annotated[str | None, told("The backend that moved the pages; null where none had a part in it.")]
+    versions: Annotated[
+        dict[str, str],
+        told("Of kvcore, numpy, pyzmq, all that a plugin names, and the backend; distribution is the name of what offers this."),
+    ]
+    machine: Annotated[Machine, told("What it was measured on.")]
+    taken: Annotated[str, told("When it was written, in UTC, as in ISO 8601.")]
+    parameters: Annotated[dict[str, Any], told("Everything that can be set, as it was.")]
+    results: Annotated[list[dict[str, Any]], told("One of each case that was measured.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,7 @@ def report(command: str, setup: Setup | None, parameters: Any, results: Sequence
     if setup is not None:
         installed = find_backend(setup.backend)
         versions = _beneath(installed.distribution) | versions | {"distribution": installed.distribution, "backend": installed.version}
-        given |= {"options": setup.options, "host": setup.host}
+        given |= {name: getattr(setup, name) for name in SETTINGS}
     return Report(
         schema=SCHEMA,
         command=command,
@@ -146,24 +151,34 @@ def schema() -> dict[str, Any]:
     references, components = msgspec.json.schema_components(kinds)
     for each in components.values():
         each["required"] = list(each["properties"])  # what has a default is written too
-        for one in each["properties"].values():
+        for name, one in each["properties"].items():
             one.pop("default", None)
+            if name.endswith("_each"):
+                one["description"] = f"{name.removesuffix('_each')} of each repeat; empty where that is null."
     return {"$schema": DIALECT, "title": "What kvcore bench writes with --json", "anyOf": list(references), "$defs": components}
 
 
 def _kind(command: str) -> type[Any]:
     """A report of this command, with its parameters and results spelled out."""
     measurement, name = MEASUREMENTS[command], command.replace(" ", "_")
-    given = [(name, str if kind is Path else kind) for name, kind in get_type_hints(measurement.parameters).items()]
+    given = get_type_hints(measurement.parameters, include_extras=True)
     if command != "bench plan":
-        given += [("options", dict[str, Any]), ("host", str)]
+        setup = get_type_hints(Setup, include_extras=True)
+        given |= {field: setup[field] for field in SETTINGS}
     spelled = {
         "schema": Literal[1],
         "command": Literal[command],
-        "parameters": msgspec.defstruct(f"{name}_parameters", given),
+        "parameters": msgspec.defstruct(f"{name}_parameters", [(field, _as_written(kind)) for field, kind in given.items()]),
         "results": list[measurement.result],  # type: ignore[name-defined]
     }
-    return msgspec.defstruct(name, [*(get_type_hints(Report) | spelled).items()])
+    told = get_type_hints(Report, include_extras=True)
+    told |= {field: Annotated[(kind, *told[field].__metadata__)] for field, kind in spelled.items()}
+    return msgspec.defstruct(name, [*told.items()])
+
+
+def _as_written(kind: Any) -> Any:
+    """The type of a parameter, which has a file by its name."""
+    return Annotated[(str, *kind.__metadata__)] if kind.__origin__ is Path else kind
 
 
 def _beneath(distribution: str) -> dict[str, str]:

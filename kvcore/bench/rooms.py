@@ -7,22 +7,21 @@ over; with or without rooms that wait meanwhile.
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
 import kvcore
 from kvcore.bench.bare import Bare, over
-from kvcore.bench.floor import Beside, Figures, Turns, meet
-from kvcore.bench.loop import carry
-from kvcore.bench.setup import SEED, Address, Clock, Go, Measured, Ready, Setup, manager, orders, percentiles, verify
+from kvcore.bench.fields import by_side, cpu_s, repeated, spread, told
+from kvcore.bench.floor import Beside, Figures, NoTurns, Share, Turns, Way, meet
+from kvcore.bench.loop import Ended, Pace, all_ended, carry
+from kvcore.bench.setup import Clock, Go, Measured, Ready, Setup, buffer_for, content, manager, orders, started, together, verify
 from kvcore.bench.waiting import STEP_S, Opener, Waiting, hand_over
-from kvcore.buffers import Buffer, memory_kinds, random_pages
 from kvcore.memory import Indices
 from kvcore.progress import Watch
 from kvcore.sides import SIDES, Link, Sides, ToolError
@@ -41,63 +40,62 @@ MESSAGES: dict[From, int] = {"open": 4, "receive": 2}
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """``rooms`` are measured ``repeats`` times for each number of rooms that wait, each of rooms ``in_flight`` and each beginning of the
-    clock, after as many for warming up."""
+    """What is measured, for each number of rooms that wait, each of rooms in flight and each beginning of the clock."""
 
-    rooms: int = 1000
-    in_flight: tuple[int, ...] = (1, 64)
-    page_bytes: int = 16 * 1024
-    repeats: int = 3
-    measured_from: tuple[From, ...] = ("open", "receive")
-    waiting: tuple[int, ...] = (0,)
+    rooms: Annotated[int, told("Rooms of one repeat, and as many for warming up.")] = 1000
+    in_flight: Annotated[tuple[int, ...], told("How many rooms are under way at a time.")] = (1, 64)
+    page_bytes: Annotated[int, told("Bytes of the one page of a room.")] = 16 * 1024
+    repeats: Annotated[int, told("How often each case is measured, after once for warming up.")] = 3
+    measured_from: Annotated[tuple[From, ...], told("Where a room's clock starts.")] = ("open", "receive")
+    waiting: Annotated[tuple[int, ...], told("How many other rooms wait meanwhile.")] = (0,)
 
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """The engine alone, with as many transfers in flight: its fastest way, the best rate of each way when it was tried, and what part of
-    its rate kvcore has, which is the median over turns that followed each other. With one in flight also the median milliseconds of a
-    transfer, from posting it to its last byte in place."""
+    """The engine alone, with as many transfers of one page in flight, by its fastest way."""
 
-    way: str
-    tried_per_s: dict[str, float]
-    transfers_per_s: float
+    way: Way
+    tried_per_s: Annotated[dict[str, float], told("By way, transfers a second at best when it was tried.")]
+    transfers_per_s: Annotated[float, told("Transfers a second.")]
     transfers_per_s_each: tuple[float, ...]
-    prefill_cpu_us_per_transfer: float
+    prefill_cpu_us_per_transfer: Annotated[float, told("Prefill's CPU time for one transfer, in microseconds.")]
     prefill_cpu_us_per_transfer_each: tuple[float, ...]
-    decode_cpu_us_per_transfer: float
+    decode_cpu_us_per_transfer: Annotated[float, told("Decode's CPU time for one transfer, in microseconds.")]
     decode_cpu_us_per_transfer_each: tuple[float, ...]
-    kvcore_share: float
+    kvcore_share: Share
     kvcore_share_each: tuple[float, ...]
-    transfer_ms: float | None
+    transfer_ms: Annotated[
+        float | None, told("Milliseconds from posting a transfer to its last byte in place; null but with one in flight.")
+    ]
     transfer_ms_each: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one number of rooms in flight, beside so many that wait: medians of the repeats; latencies of all rooms, as decode's caller sees
-    them, from opening the receiver or from ``receive``, and of each repeat their median; their percentiles from 0 to 100. ``raw``: None
-    where the backend offers no floor. ``latency_over_wire``: with one in flight, the latency over what the wire takes for it, which is the
-    engine's own transfer and control messages one way: four from opening the receiver, two from ``receive``."""
+    """Of one number of rooms in flight, beside so many that wait. A figure is the median of the repeats; latencies are those of all rooms,
+    as decode's caller sees them, and of several ranks from the first to the last."""
 
-    measured_from: From
-    waiting: int
-    in_flight: int
-    rooms_per_s: float
+    measured_from: Annotated[From, told("Where a room's clock starts: opening the receiver, or receive with both handles open before.")]
+    waiting: Annotated[int, told("How many other rooms waited meanwhile, published on decode with nothing handed over on prefill.")]
+    in_flight: Annotated[int, told("How many rooms were under way at a time.")]
+    rooms_per_s: Annotated[float, told("Rooms a second.")]
     rooms_per_s_each: tuple[float, ...]
-    latency_ms_median: float
+    latency_ms_median: Annotated[float, told("A room's milliseconds until SUCCESS: the median of all rooms.")]
     latency_ms_median_each: tuple[float, ...]
-    latency_ms_p90: float
-    latency_ms_p99: float
-    latency_ms_max: float
-    latency_ms_percentiles: tuple[float, ...]
-    prefill_cpu_us_per_room: float
+    latency_ms_p90: Annotated[float, told("A room's milliseconds until SUCCESS, which 90 % of all rooms do not exceed.")]
+    latency_ms_p99: Annotated[float, told("A room's milliseconds until SUCCESS, which 99 % of all rooms do not exceed.")]
+    latency_ms_max: Annotated[float, told("A room's milliseconds until SUCCESS: the most of all rooms.")]
+    latency_ms_percentiles: Annotated[tuple[float, ...], told("A room's milliseconds until SUCCESS: percentiles 0 to 100 of all rooms.")]
+    prefill_cpu_us_per_room: Annotated[float, told("CPU time of prefill's process for one room, in microseconds.")]
     prefill_cpu_us_per_room_each: tuple[float, ...]
-    decode_cpu_us_per_room: float
+    decode_cpu_us_per_room: Annotated[float, told("CPU time of decode's process for one room, in microseconds.")]
     decode_cpu_us_per_room_each: tuple[float, ...]
-    rooms_verified: int
-    raw: Raw | None
-    bare: Bare
-    latency_over_wire: float | None
+    rooms_verified: Annotated[int, told("Rooms of which every byte was compared, those for warming up too.")]
+    raw: Annotated[Raw | None, told("The engine alone; null where the backend offers no floor, and with several ranks.")]
+    bare: Annotated[Bare | None, told("The bare machine; null with several ranks.")]
+    latency_over_wire: Annotated[
+        float | None, told("The latency as a multiple of what the wire takes for it; null but with one in flight beside a floor.")
+    ]
     latency_over_wire_each: tuple[float, ...]
 
 
@@ -112,6 +110,10 @@ class Case:
     def __str__(self) -> str:
         waiting = f" beside {self.waiting} that wait" if self.waiting else ""
         return f"{self.in_flight} in flight{waiting}, from {self.measured_from}"
+
+
+Settings = tuple[Setup, Parameters, Ended]
+"""What the processes are given; the last is of decode's ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +140,10 @@ class Batch:
 def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
     """Run all of it. Raises ``ToolError`` if a room fails or a page arrives with wrong bytes."""
     results = []
-    with Sides("bench", work, (setup, parameters), setup.patience_s, watch, setup.debug) as sides:
-        sides.tell("decode", sides.hear("prefill", Address))
-        ways = meet(sides)
+    with started(work, setup, (setup, parameters, all_ended(setup.ranks.decode)), watch) as sides:
+        ways, moved = meet(sides) if setup.ranks.alone else None, parameters.rooms * parameters.page_bytes
         for case, planned in batches(parameters).items():
-            floor, repeats = Turns(sides, ways, parameters.rooms, parameters.rooms * parameters.page_bytes), []
+            floor, repeats = Turns(sides, ways, parameters.rooms, moved) if ways is not None else NoTurns(), []
             for batch in planned:
                 watch("measuring", batch.note)
                 repeats.append(total([_measured(sides) for _ in batch.groups]))
@@ -152,12 +153,12 @@ def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
     return results
 
 
-def _measured(sides: Sides[tuple[Setup, Parameters]]) -> dict[Side, Measured]:
+def _measured(sides: Sides[Settings]) -> dict[Side, Measured]:
     """One group, once both sides are ready for it."""
     sides.tell_both(Go())
-    sides.hear_both(Ready)
+    sides.hear_all(Ready)
     sides.tell_both(Go())
-    return sides.hear_both(Measured)
+    return together(sides.hear_all(Measured))
 
 
 def total(groups: Sequence[dict[Side, Measured]]) -> dict[Side, Measured]:
@@ -185,54 +186,33 @@ def batches(parameters: Parameters) -> dict[Case, list[Batch]]:
 
 
 def result(
-    case: Case, parameters: Parameters, repeats: Sequence[dict[Side, Measured]], machine: Bare, floor: Figures | None = None
+    case: Case, parameters: Parameters, repeats: Sequence[dict[Side, Measured]], machine: Bare | None, floor: Figures | None = None
 ) -> Result:
     """What the repeats come to."""
-    rooms = parameters.rooms
-    rates = tuple(rooms / each["decode"].seconds for each in repeats)
-    latencies = np.concatenate([each["decode"].latencies_s for each in repeats]) * 1e3
-    spread, medians = percentiles(latencies), tuple(1e3 * statistics.median(each["decode"].latencies_s) for each in repeats)
-    cpu = {side: tuple(each[side].cpu_s / rooms * 1e6 for each in repeats) for side in SIDES}
-    over_wire = over(medians, floor.alone_ms if floor is not None else (), MESSAGES[case.measured_from], machine)
+    rooms, alone_ms = parameters.rooms, floor.alone_ms if floor is not None else ()
+    rates = [rooms / each["decode"].seconds for each in repeats]
+    latency = spread("latency_ms", [1e3 * np.array(each["decode"].latencies_s) for each in repeats])
+    medians = latency["latency_ms_median_each"]
+    over_wire = over(medians, alone_ms, MESSAGES[case.measured_from], machine) if machine is not None else ()
     return Result(
         measured_from=case.measured_from,
         waiting=case.waiting,
         in_flight=case.in_flight,
-        rooms_per_s=statistics.median(rates),
-        rooms_per_s_each=rates,
-        latency_ms_median=spread[50],
-        latency_ms_median_each=medians,
-        latency_ms_p90=spread[90],
-        latency_ms_p99=spread[99],
-        latency_ms_max=spread[100],
-        latency_ms_percentiles=spread,
-        prefill_cpu_us_per_room=statistics.median(cpu["prefill"]),
-        prefill_cpu_us_per_room_each=cpu["prefill"],
-        decode_cpu_us_per_room=statistics.median(cpu["decode"]),
-        decode_cpu_us_per_room_each=cpu["decode"],
+        **repeated(rooms_per_s=rates, latency_over_wire=over_wire),
+        **latency,
+        **by_side("cpu_us_per_room", cpu_s(repeats), 1e6 / rooms),
         rooms_verified=rooms * (len(repeats) + 1),
         raw=None if floor is None else _raw(floor, rates, rooms),
         bare=machine,
-        latency_over_wire=statistics.median(over_wire) if over_wire else None,
-        latency_over_wire_each=over_wire,
     )
 
 
 def _raw(floor: Figures, rates: Sequence[float], rooms: int) -> Raw:
-    cpu = {side: tuple(seconds / rooms * 1e6 for seconds in each) for side, each in floor.cpu_s.items()}
     return Raw(
         way=floor.way,
         tried_per_s=floor.tried,
-        transfers_per_s=statistics.median(floor.rates),
-        transfers_per_s_each=floor.rates,
-        prefill_cpu_us_per_transfer=statistics.median(cpu["prefill"]),
-        prefill_cpu_us_per_transfer_each=cpu["prefill"],
-        decode_cpu_us_per_transfer=statistics.median(cpu["decode"]),
-        decode_cpu_us_per_transfer_each=cpu["decode"],
-        kvcore_share=floor.share(rates),
-        kvcore_share_each=floor.shares(rates),
-        transfer_ms=statistics.median(floor.alone_ms) if floor.alone_ms else None,
-        transfer_ms_each=floor.alone_ms,
+        **repeated(transfers_per_s=floor.rates, kvcore_share=floor.shares(rates), transfer_ms=floor.alone_ms),
+        **by_side("cpu_us_per_transfer", floor.cpu_s, 1e6 / rooms),
     )
 
 
@@ -248,20 +228,24 @@ def table(results: Sequence[Result]) -> Iterator[str]:
             cpu = f"{one.raw.prefill_cpu_us_per_transfer:>21.0f} {one.raw.decode_cpu_us_per_transfer:>7.0f}"
             yield f"{'':>29} {one.raw.transfers_per_s:>9.0f}   {alone:<50} {cpu}"
         wire = f"; latency is {one.latency_over_wire:.2f} times what the wire takes" if one.latency_over_wire is not None else ""
-        yield f"{'':>39}   {one.bare}{wire}"
+        if one.bare is not None:
+            yield f"{'':>39}   {one.bare}{wire}"
     yield f"every byte of {sum(one.rooms_verified for one in results)} rooms verified"
 
 
-def work(side: Side, settings: tuple[Setup, Parameters], link: Link) -> None:
-    """One of the two processes."""
-    setup, parameters = settings
-    (_prefill if side == "prefill" else _decode)(setup, parameters, link)
+def work(side: Side, settings: Settings, link: Link) -> None:
+    """One of the processes."""
+    setup, parameters, ended = settings
+    if side == "prefill":
+        _prefill(setup, parameters, link)
+    else:
+        _decode(setup, parameters, Pace(ended, link.rank), link)
 
 
 def _prefill(setup: Setup, parameters: Parameters, link: Link) -> None:
-    buffer = Buffer(memory_kinds(setup.backend), SOURCE_PAGES, parameters.page_bytes)
-    buffer.write(random_pages(SEED, SOURCE_PAGES, parameters.page_bytes))
-    with manager("prefill", setup, buffer) as prefill:
+    buffer = buffer_for("prefill", setup, SOURCE_PAGES, parameters.page_bytes)
+    buffer.write(content("prefill", link.rank, setup, SOURCE_PAGES, parameters.page_bytes))
+    with manager("prefill", setup, buffer, link) as prefill:
         opener = Opener(prefill, "prefill", link)
         waiting = Waiting(opener, setup)
 
@@ -283,10 +267,10 @@ def _prefill(setup: Setup, parameters: Parameters, link: Link) -> None:
         waiting.clear()
 
 
-def _decode(setup: Setup, parameters: Parameters, link: Link) -> None:
-    expected = random_pages(SEED, SOURCE_PAGES, parameters.page_bytes)
-    buffer = Buffer(memory_kinds(setup.backend), parameters.rooms, parameters.page_bytes)
-    with manager("decode", setup, buffer) as decode:
+def _decode(setup: Setup, parameters: Parameters, pace: Pace, link: Link) -> None:
+    expected = content("decode", link.rank, setup, SOURCE_PAGES, parameters.page_bytes)
+    buffer = buffer_for("decode", setup, parameters.rooms, parameters.page_bytes)
+    with manager("decode", setup, buffer, link) as decode:
         opener = Opener(decode, "decode", link)
         waiting = Waiting(opener, setup)
         ahead: dict[int, kvcore.Handle] = {}
@@ -306,8 +290,8 @@ def _decode(setup: Setup, parameters: Parameters, link: Link) -> None:
                     if batch.case.measured_from == "receive":
                         ahead |= _paired(opener, numbers, setup)
                     clock = _go(link)
-                    took = carry(decode, setup, numbers, batch.case.in_flight, begin)
-                    measured = clock.read(tuple(took))
+                    took, began = carry(decode, setup, numbers, batch.case.in_flight, begin, pace)
+                    measured = clock.read(tuple(took), tuple(began))
                     waiting.check()
                 verify(buffer.read()[places], expected[sources], setup)
                 buffer.clear()

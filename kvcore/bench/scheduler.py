@@ -1,7 +1,7 @@
 """A scheduler of ``bench trace``: one side of it, which never waits for a room and looks at all of them in turn.
 
-Requests come in time. Prefill writes the pages, which stands for its computation, and decode compares them; each does that on a thread
-beside, so that it is in no scheduler's way.
+Requests come in time. Either side has a prefix cache. Prefill writes the pages that are not in its, which stands for its computation, and
+decode compares all; each does that on a thread beside, so that it is in no scheduler's way.
 """
 
 from __future__ import annotations
@@ -13,18 +13,23 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 
 import kvcore
+from kvcore.bench.bandwidth import listed
+from kvcore.bench.fields import told
 from kvcore.bench.page_content import PageContent
+from kvcore.bench.prefix_cache import Lease, PrefixCache
 from kvcore.bench.setup import Clock, Ready, Setup
 from kvcore.bench.trace_file import BLOCK_TOKENS, Request
 from kvcore.bench.waiting import Opener
 from kvcore.buffers import Buffer
 from kvcore.memory import Indices
 from kvcore.sides import Link
+from kvcore.states import Side
 
 LOOK_S = 0.1
 """How often a side says how far it is, and counts its pages in quarantine."""
@@ -34,22 +39,18 @@ Seconds = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """``requests``: at most so many. ``speed``: how many times as fast as in the trace requests come and are decoded. ``memory_bytes`` of
-    each side, in pages of ``page_tokens`` tokens and ``page_bytes`` bytes. ``token_ms``: how long decode holds a request's pages for each
-    token of its output. ``limit_ms``: a request that takes longer from arrival to SUCCESS does not count as good. ``step_ms``: how often
-    a scheduler looks at its rooms. ``repeats``: how often all of it is played, after once for warming up, each time with
-    nothing in decode's memory."""
+    """What is played, and how."""
 
-    trace: Path
-    requests: int = 1000
-    speed: float = 10.0
-    page_tokens: int = 64
-    page_bytes: int = 16 << 10
-    memory_bytes: int = 256 << 20
-    token_ms: float = 20.0
-    limit_ms: float = 100.0
-    step_ms: float = 0.5
-    repeats: int = 3
+    trace: Annotated[Path, told("The trace's file, without its folder.")]
+    requests: Annotated[int, told("At most so many requests, the first ones.")] = 1000
+    speed: Annotated[float, told("How many times as fast as in the trace requests come and are decoded.")] = 10.0
+    page_tokens: Annotated[int, told("Tokens of a page.")] = 64
+    page_bytes: Annotated[int, told("Bytes of a page.")] = 16 << 10
+    memory_bytes: Annotated[int, told("Bytes of either side's pool.")] = 256 << 20
+    token_ms: Annotated[float, told("Milliseconds of the trace that decode holds a request's pages for each token of its output.")] = 20.0
+    limit_ms: Annotated[float, told("Milliseconds from arrival to SUCCESS that a good request does not exceed.")] = 100.0
+    step_ms: Annotated[float, told("Milliseconds between two looks of a scheduler at its rooms.")] = 0.5
+    repeats: Annotated[int, told("How often all is played, after once for warming up, each time with nothing in memory.")] = 3
 
     @property
     def pages(self) -> int:
@@ -106,12 +107,15 @@ Settings = tuple[Setup, Parameters, Sequence[Request]]
 class Scheduler(ABC):
     """One side. ``step`` is what a serving engine does between two forward passes: nothing in it blocks."""
 
+    side: Side
+
     def __init__(self, opener: Opener, mine: kvcore.KVManager, buffer: Buffer, settings: Settings, attempt: int) -> None:
         self.mine, self.buffer = mine, buffer
         self.setup, self.parameters, self.requests = settings
         self._opener, self._attempt = opener, attempt
         count = len(self.requests)
         self.played = Played(np.zeros(count), np.zeros(count), [np.empty(0, np.int64)] * count)
+        self.cache = PrefixCache(listed("scattered", self.side, self.parameters.pages).tolist())
         self.content = PageContent(self.parameters.page_bytes)
         self.aside = Aside()
         self._began = 0.0
@@ -137,6 +141,15 @@ class Scheduler(ABC):
     def room(self, number: int) -> kvcore.Handle:
         """A request's room, open on this side."""
         return self._opener.open(number + 1, self._attempt)
+
+    def lease(self, number: int) -> Lease | None:
+        """Pages for a request, as far as they are not there already; None if too many are in use."""
+        request = self.requests[number]
+        lease = self.cache.lease(request.blocks, request.pages(self.parameters.page_tokens))
+        if lease is not None:
+            self.played.pages_most = max(self.played.pages_most, self.cache.in_use)
+            self.played.placed_s[number] = self.now()
+        return lease
 
     def now(self) -> float:
         """Seconds since the beginning."""

@@ -3,19 +3,23 @@ since decode had it already, and what that costs; beside it, the same transfers 
 
 from __future__ import annotations
 
+import math
 import statistics
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from datetime import timedelta
+from typing import Annotated
 
 import numpy as np
 
 from kvcore.bench.bare import Bare
-from kvcore.bench.floor import Figures, Turns, Ways, meet
+from kvcore.bench.fields import by_side, cpu_s, repeated, spread, told
+from kvcore.bench.floor import Figures, Turns, Way, Ways, meet
 from kvcore.bench.replay import work
 from kvcore.bench.scheduler import Begin, Parameters, Played, Seconds, Settings
-from kvcore.bench.setup import MIB, Address, Go, Ready, Setup, percentiles
+from kvcore.bench.setup import MIB, Address, Go, Ready, Setup
 from kvcore.bench.trace_file import Request, digest, read
 from kvcore.bench.trace_floor import Moved
 from kvcore.errors import ConfigError
@@ -26,90 +30,97 @@ from kvcore.states import Side
 
 __all__ = ["Parameters", "Raw", "Result", "measure", "play", "table"]
 
+LONG_S = 60.0
+"""What takes longer says so before it begins."""
 BEGIN_S = 0.1
 """From the driver's word to the beginning, so that both sides are there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """The engine alone, which moves what was moved for warming up, one request's pages after the other: its fastest way, the best rate of
-    each when it was tried; of the transfers their mean and median, in milliseconds; and how many times the mean kvcore's transfers take,
-    those of requests of which no page was missing left out."""
+    """The engine alone, which moves what was moved for warming up, one request's pages after the other, by its fastest way. Requests of
+    which no page was missing do not count."""
 
-    way: str
-    tried_per_s: dict[str, float]
-    transfer_ms_mean: float
+    way: Way
+    tried_per_s: Annotated[dict[str, float], told("By way, transfers a second at best when it was tried.")]
+    transfer_ms_mean: Annotated[float, told("Milliseconds of a transfer: the mean.")]
     transfer_ms_mean_each: tuple[float, ...]
-    transfer_ms_median: float | None
+    transfer_ms_median: Annotated[float | None, told("Milliseconds of a transfer: the median; null where one request alone moved pages.")]
     transfer_ms_median_each: tuple[float, ...]
-    prefill_cpu_ms_per_transfer: float
-    decode_cpu_ms_per_transfer: float
-    kvcore_times: float
+    prefill_cpu_ms_per_transfer: Annotated[float, told("Prefill's CPU time for one transfer, in milliseconds.")]
+    decode_cpu_ms_per_transfer: Annotated[float, told("Decode's CPU time for one transfer, in milliseconds.")]
+    kvcore_times: Annotated[float, told("How many times the engine's mean time for a transfer kvcore takes.")]
     kvcore_times_each: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of all requests of all repeats; what is ``…_each`` is of each repeat, and what is beside it their median.
+    """Of all requests of all repeats; a figure that each repeat has one of is their median.
 
-    ``trace_digest``: the same for the same requests only, whatever the file is called.
+    Queueing is from a request's arrival until both sides have pages for it; a transfer from then, and from when prefill has written them,
+    until decode's scheduler sees SUCCESS; in all it is from arrival to then, so with what prefill takes to write."""
 
-    ``queueing_ms``: from a request's arrival until both sides have pages for it. ``transfer_ms``: from then, and from when prefill has
-    written them, until decode's scheduler sees SUCCESS. ``total_ms``: from arrival to then, so with what prefill takes to write.
-    Percentiles are from 0 to 100. ``good_…``: requests whose total is within the limit. ``skipped_share``: of all pages those that decode
-    had. CPU times are without writing and comparing; pages in use and in quarantine are the most at any time. ``raw``: None where the
-    backend offers no floor."""
-
-    requests: int
-    trace_digest: str
-    seconds: float
+    requests: Annotated[int, told("Requests of the trace.")]
+    trace_digest: Annotated[str, told("The same for the same requests only, whatever the file is called.")]
+    seconds: Annotated[float, told("Seconds until the last request had arrived.")]
     seconds_each: tuple[float, ...]
-    queueing_ms_median: float
+    queueing_ms_median: Annotated[float, told("Milliseconds of queueing: the median.")]
     queueing_ms_median_each: tuple[float, ...]
-    queueing_ms_p90: float
-    queueing_ms_p99: float
-    queueing_ms_max: float
-    queueing_ms_percentiles: tuple[float, ...]
-    transfer_ms_median: float
+    queueing_ms_p90: Annotated[float, told("Milliseconds of queueing, which 90 % do not exceed.")]
+    queueing_ms_p99: Annotated[float, told("Milliseconds of queueing, which 99 % do not exceed.")]
+    queueing_ms_max: Annotated[float, told("Milliseconds of queueing: the most.")]
+    queueing_ms_percentiles: Annotated[tuple[float, ...], told("Milliseconds of queueing: percentiles 0 to 100.")]
+    transfer_ms_median: Annotated[float, told("Milliseconds of a transfer: the median.")]
     transfer_ms_median_each: tuple[float, ...]
-    transfer_ms_p90: float
-    transfer_ms_p99: float
-    transfer_ms_max: float
-    transfer_ms_percentiles: tuple[float, ...]
-    transfer_ms_mean: float
+    transfer_ms_p90: Annotated[float, told("Milliseconds of a transfer, which 90 % do not exceed.")]
+    transfer_ms_p99: Annotated[float, told("Milliseconds of a transfer, which 99 % do not exceed.")]
+    transfer_ms_max: Annotated[float, told("Milliseconds of a transfer: the most.")]
+    transfer_ms_percentiles: Annotated[tuple[float, ...], told("Milliseconds of a transfer: percentiles 0 to 100.")]
+    transfer_ms_mean: Annotated[float, told("Milliseconds of a transfer: the mean.")]
     transfer_ms_mean_each: tuple[float, ...]
-    total_ms_median: float
+    total_ms_median: Annotated[float, told("Milliseconds of a request in all: the median.")]
     total_ms_median_each: tuple[float, ...]
-    total_ms_p90: float
-    total_ms_p99: float
-    total_ms_max: float
-    total_ms_percentiles: tuple[float, ...]
-    good_share: float
+    total_ms_p90: Annotated[float, told("Milliseconds of a request in all, which 90 % do not exceed.")]
+    total_ms_p99: Annotated[float, told("Milliseconds of a request in all, which 99 % do not exceed.")]
+    total_ms_max: Annotated[float, told("Milliseconds of a request in all: the most.")]
+    total_ms_percentiles: Annotated[tuple[float, ...], told("Milliseconds of a request in all: percentiles 0 to 100.")]
+    good_share: Annotated[float, told("Part of the requests whose total is within the limit, 1 for all.")]
     good_share_each: tuple[float, ...]
-    good_per_s: float
+    good_per_s: Annotated[float, told("Requests whose total is within the limit, a second.")]
     good_per_s_each: tuple[float, ...]
-    skipped_share: float
+    skipped_share: Annotated[float, told("Part of all pages that decode had already, 1 for all.")]
     skipped_share_each: tuple[float, ...]
-    bytes_sent: int
-    bytes_skipped: int
-    bytes_verified: int
-    prefill_pages_most: int
-    decode_pages_most: int
-    quarantined_pages_most: int
-    prefill_cpu_ms_per_request: float
+    bytes_sent: Annotated[int, told("Bytes that were sent.")]
+    bytes_skipped: Annotated[int, told("Bytes that decode had already.")]
+    bytes_verified: Annotated[int, told("Bytes that were compared with what they ought to be, those for warming up too.")]
+    prefill_pages_most: Annotated[int, told("Pages in use on prefill, at most.")]
+    decode_pages_most: Annotated[int, told("Pages in use on decode, at most.")]
+    quarantined_pages_most: Annotated[int, told("Pages in quarantine on either side, at most.")]
+    prefill_cpu_ms_per_request: Annotated[float, told("CPU time of prefill's process for a request without writing, in milliseconds.")]
     prefill_cpu_ms_per_request_each: tuple[float, ...]
-    decode_cpu_ms_per_request: float
+    decode_cpu_ms_per_request: Annotated[float, told("CPU time of decode's process for a request without comparing, in milliseconds.")]
     decode_cpu_ms_per_request_each: tuple[float, ...]
-    raw: Raw | None
-    bare: Bare
+    raw: Annotated[Raw | None, told("The engine alone; null where the backend offers no floor.")]
+    bare: Annotated[Bare, told("The bare machine.")]
 
 
 def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
     """Play the trace. Raises ``ConfigError`` for one that cannot be played, and ``ToolError`` if a room fails or a page, sent or skipped,
     has wrong bytes."""
     requests = read(parameters.trace, parameters.requests)
+    if (seconds := least_s(parameters, requests)) >= LONG_S:  # also where nobody watches
+        sys.stderr.write(
+            f"kvcore: at --speed {parameters.speed:g} {len(requests)} requests, played {parameters.repeats + 1} times, "
+            f"take {timedelta(seconds=math.ceil(seconds))} at least\n"
+        )
     repeats, floor = play(setup, parameters, requests, watch)
     return [result(parameters, requests, repeats, floor.bare, floor.figures)]
+
+
+def least_s(parameters: Parameters, requests: Sequence[Request]) -> float:
+    """Seconds that all takes if nothing queues, and moves in no time: warming up and each repeat end as the last request is decoded."""
+    ends = (request.arrival_s + request.output_tokens * parameters.token_ms / 1e3 for request in requests)
+    return (parameters.repeats + 1) * max(ends) / parameters.speed
 
 
 def play(setup: Setup, parameters: Parameters, requests: Sequence[Request], watch: Watch) -> tuple[list[dict[Side, Played]], Turns]:
@@ -167,27 +178,25 @@ def result(
     queueing = [np.maximum(there.placed_s, here.placed_s) - arrived for here, there in both]
     transfer = [there.complete_s - np.maximum(there.placed_s, here.complete_s) for here, there in both]
     total = [there.complete_s - arrived for there in decode]
-    seconds = tuple(float(there.complete_s.max()) for there in decode)
+    seconds = [float(there.complete_s.max()) for there in decode]
     good = [int(np.count_nonzero(each * 1e3 <= parameters.limit_ms)) for each in total]
     pages = sum(sum(request.pages(parameters.page_tokens)) for request in requests)
     sent = [sum(moved.size for moved in there.moved) for there in decode]
     moving = [each[[moved.size > 0 for moved in there.moved]] for each, there in zip(transfer, decode, strict=True)]
-    each = {
-        "seconds": seconds,
-        "transfer_ms_mean": tuple(1e3 * float(one.mean()) for one in transfer),
-        "good_share": tuple(count / len(requests) for count in good),
-        "good_per_s": tuple(count / took for count, took in zip(good, seconds, strict=True)),
-        "skipped_share": tuple(1 - count / pages for count in sent),
-        "prefill_cpu_ms_per_request": tuple(1e3 * one.cpu_s / len(requests) for one in prefill),
-        "decode_cpu_ms_per_request": tuple(1e3 * one.cpu_s / len(requests) for one in decode),
-    }
     return Result(
         requests=len(requests),
         trace_digest=digest(requests),
-        **_spread("queueing_ms", queueing),
-        **_spread("transfer_ms", transfer),
-        **_spread("total_ms", total),
-        **_medians(each),
+        **spread("queueing_ms", [1e3 * each for each in queueing]),
+        **spread("transfer_ms", [1e3 * each for each in transfer]),
+        **spread("total_ms", [1e3 * each for each in total]),
+        **repeated(
+            seconds=seconds,
+            transfer_ms_mean=[1e3 * float(each.mean()) for each in transfer],
+            good_share=[count / len(requests) for count in good],
+            good_per_s=[count / took for count, took in zip(good, seconds, strict=True)],
+            skipped_share=[1 - count / pages for count in sent],
+        ),
+        **by_side("cpu_ms_per_request", cpu_s(repeats), 1e3 / len(requests)),
         bytes_sent=sum(sent) * parameters.page_bytes,
         bytes_skipped=(len(repeats) * pages - sum(sent)) * parameters.page_bytes,
         bytes_verified=(len(repeats) + 1) * pages * parameters.page_bytes,
@@ -199,33 +208,19 @@ def result(
     )
 
 
-def _spread(name: str, repeats: Sequence[Seconds]) -> dict[str, Any]:
-    """The fields of a time."""
-    found, medians = percentiles(np.concatenate(repeats) * 1e3), tuple(1e3 * float(np.median(each)) for each in repeats)
-    shares = {"median": found[50], "median_each": medians, "p90": found[90], "p99": found[99], "max": found[100], "percentiles": found}
-    return {f"{name}_{share}": value for share, value in shares.items()}
-
-
-def _medians(each: Mapping[str, tuple[float, ...]]) -> dict[str, Any]:
-    """The fields of figures that each repeat has one of."""
-    return {name: statistics.median(values) for name, values in each.items()} | {f"{name}_each": values for name, values in each.items()}
-
-
 def _raw(floor: Figures, transfer: Sequence[Seconds]) -> Raw:
-    means, transfers = tuple(1e3 / rate for rate in floor.rates), len(transfer[0])
+    means, transfers = [1e3 / rate for rate in floor.rates], len(transfer[0])
     cpu = {side: statistics.median(each) / transfers * 1e3 for side, each in floor.cpu_s.items()}
-    times = tuple(1e3 * float(mine.mean()) / alone for mine, alone in zip(transfer, means, strict=True))
     return Raw(
         way=floor.way,
         tried_per_s=floor.tried,
-        transfer_ms_mean=statistics.median(means),
-        transfer_ms_mean_each=means,
-        transfer_ms_median=statistics.median(floor.alone_ms) if floor.alone_ms else None,
-        transfer_ms_median_each=floor.alone_ms,
+        **repeated(
+            transfer_ms_mean=means,
+            transfer_ms_median=floor.alone_ms,
+            kvcore_times=[1e3 * float(mine.mean()) / alone for mine, alone in zip(transfer, means, strict=True)],
+        ),
         prefill_cpu_ms_per_transfer=cpu["prefill"],
         decode_cpu_ms_per_transfer=cpu["decode"],
-        kvcore_times=statistics.median(times),
-        kvcore_times_each=times,
     )
 
 

@@ -2,12 +2,14 @@
 
 A line is a JSON object: ``timestamp`` in milliseconds, ``input_length`` and ``output_length`` in tokens, and ``hash_ids``, one for each
 block of 512 tokens of the input, of which the last may be shorter. An id stands for a block and all that come before it, so requests
-whose first ids are the same begin alike. Other fields are left alone.
+whose first ids are the same begin alike, and no id stands twice in one line. Other fields are left alone.
 """
 
 from __future__ import annotations
 
 import hashlib
+import heapq
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from kvcore.errors import ConfigError, one_line
 
 BLOCK_TOKENS = 512
 MOST_LINE_BYTES = 1 << 20
+MOST_LINES = 1_000_000
 FORMAT = "a line is a JSON object with timestamp, input_length, output_length and hash_ids"
 
 Tokens = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -56,7 +59,7 @@ class Request:
 def read(path: Path, most: int) -> list[Request]:
     """The first ``most`` requests of a trace, in order of time: lines whose timestamps go backwards are sorted, those of one time stay in
     the file's order. Raises ``ConfigError``, which names file and line, for what is no such trace."""
-    lines = sorted(_lines(path), key=lambda line: line.timestamp)[:most]
+    lines = heapq.nsmallest(most, _lines(path), key=lambda line: line.timestamp)
     if not lines:
         raise ConfigError(f"trace {path} holds no request; write one a line: {FORMAT}")
     known: dict[tuple[int, int, int], int] = {}
@@ -78,6 +81,8 @@ def _lines(path: Path) -> Iterator[Line]:
             while text := file.readline(MOST_LINE_BYTES + 1):
                 number += 1
                 where = f"trace {path}, line {number}"
+                if number > MOST_LINES:
+                    raise ConfigError(f"trace {path} has more than {MOST_LINES} lines; give a part of it")
                 if len(text) > MOST_LINE_BYTES:
                     raise ConfigError(f"{where}: it is longer than {MOST_LINE_BYTES} bytes; write one request a line: {FORMAT}")
                 if text.strip():
@@ -97,6 +102,9 @@ def _line(text: bytes, where: str) -> Line:
             f"{where}: {len(line.hash_ids)} hash_ids for an input of {line.input_length} tokens; "
             f"give {blocks}, one for each {BLOCK_TOKENS} tokens"
         )
+    if len(set(line.hash_ids)) != blocks:
+        twice = next(name for name, count in Counter(line.hash_ids).items() if count > 1)
+        raise ConfigError(f"{where}: id {twice} stands in hash_ids twice; an id is of a block and all before it, so give each once")
     return line
 
 

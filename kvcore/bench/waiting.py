@@ -22,11 +22,11 @@ SPARE_PAGE = 0
 
 
 class Opener:
-    """Opens one side of rooms. Made on both sides at once, since prefill's tells decode's where it is."""
+    """Opens one side of rooms. Made on both sides at once, since that of prefill's first rank tells decode's where it is."""
 
     def __init__(self, mine: kvcore.KVManager, side: Side, link: Link) -> None:
         self._mine = mine
-        if side == "prefill":
+        if side == "prefill" and not link.rank:
             link.tell(Address(mine.address))
         self._prefill = link.hear(Address).text if side == "decode" else ""
 

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from kvcore_conformance.stage.driver import Child, Crew, free_port, until
+from kvcore_conformance.stage.crew import Crew
+from kvcore_conformance.stage.driver import Child, free_port
+from kvcore_conformance.stage.waits import until
 
 from kvcore import FailureCode, Handle, KVManager, KVPoll, NothingPosted, Receiver, Sender, hookimpl
 from kvcore.faults import ControlTap, FaultPlan, Hold

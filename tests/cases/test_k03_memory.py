@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvcore_conformance.stage.driver import Crew
+from kvcore_conformance.stage.crew import Crew
 
 from kvcore import FailureCode, Handle, KVManager, KVPoll, NothingPosted, Pool, Receiver, Sender
 from kvcore.faults import ControlTap, FaultPlan, Hold

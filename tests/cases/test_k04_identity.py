@@ -17,7 +17,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from kvcore_conformance.stage.driver import Child, Crew, Handle as Far, until
+from kvcore_conformance.stage.crew import Crew
+from kvcore_conformance.stage.driver import Child, Handle as Far
+from kvcore_conformance.stage.waits import until
 
 from kvcore import FailureCode, Handle, KVManager, KVPoll, Receiver, RoomError, Sender
 from kvcore.faults import ControlTap, Hold

@@ -14,7 +14,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
-from kvcore_conformance.stage.driver import Child, Crew, Handle as ChildHandle, PoolSpec, free_port
+from kvcore_conformance.stage.crew import Crew
+from kvcore_conformance.stage.driver import Child, Handle as ChildHandle, PoolSpec, free_port
 
 from kvcore import FailureCode, Handle, KVManager, KVPoll, Limits, Receiver, RoomError, Sender, hookimpl
 from kvcore.bootstrap import REFRESH_S

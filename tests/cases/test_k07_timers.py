@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from kvcore_conformance.stage.driver import Child, Crew, Handle as ChildHandle, PoolSpec
+from kvcore_conformance.stage.crew import Crew
+from kvcore_conformance.stage.driver import Child, Handle as ChildHandle, PoolSpec
 
 from kvcore import FailureCode, Handle, KVManager, KVPoll, KVTransferError, Receiver
 from kvcore.faults import ControlTap

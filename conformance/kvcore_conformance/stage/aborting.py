@@ -8,7 +8,8 @@ import pytest
 
 from kvcore_conformance.marks import full
 from kvcore_conformance.stage.arena import MOMENTS, Pair, Room
-from kvcore_conformance.stage.driver import Handle, until
+from kvcore_conformance.stage.driver import Handle
+from kvcore_conformance.stage.waits import until
 
 OTHER = {"prefill": "decode", "decode": "prefill"}
 NOTICE = {"prefill": "Status", "decode": "Abort"}

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvcore_conformance.stage.driver import LIMITS as LIMITS, SOON_S, STEP_S, Child, Crew, Handle, PoolSpec, until
+from kvcore_conformance.stage.crew import Crew
+from kvcore_conformance.stage.driver import LIMITS as LIMITS, Child, Handle, PoolSpec
 from kvcore_conformance.stage.oracle import Memory, Pages, moved
+from kvcore_conformance.stage.waits import SOON_S, STEP_S, until
 
 POOLS = (PoolSpec("kv", pages=48, page_bytes=4096, layers=2), PoolSpec("aux", pages=8, page_bytes=64, layers=1))
 

@@ -12,8 +12,10 @@ from typing import Any
 
 from kvcore import Capabilities
 from kvcore_conformance.stage.arena import POOLS, number, shared
-from kvcore_conformance.stage.driver import SOON_S, Child, ChildError, Crew, PoolSpec, until
+from kvcore_conformance.stage.crew import Crew
+from kvcore_conformance.stage.driver import Child, ChildError, PoolSpec
 from kvcore_conformance.stage.oracle import Memory, moved
+from kvcore_conformance.stage.waits import SOON_S, until
 
 Lists = Mapping[str, tuple[Sequence[int], Sequence[int]]]
 """Pages of a transfer: mine and theirs of each pool."""

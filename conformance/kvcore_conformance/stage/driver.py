@@ -11,31 +11,26 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from kvcore_conformance.report.model import Story
+from kvcore_conformance.stage.waits import SOON_S
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 ANSWER_S = 20.0
 """How long a child may take for an answer, beyond the waiting that the command itself asks for."""
 START_S = 30.0
 """And for its first, since an interpreter and an engine are imported before."""
-STEP_S = 0.002
-SPARE = 2
-"""Children of a crew that are started ahead."""
 
 LIMITS = {
     "bootstrap_s": 10.0, "input_s": 10.0, "transfer_s": 10.0, "ticket_s": 3.0, "liveness_s": 3.0, "quarantine_s": 7.0,
     "orphan_s": 0.4, "send_s": 2.0, "drain_s": 0.3,
 }  # fmt: skip
 """Above what a busy machine takes for anything that a test waits for, and not much."""
-SOON_S = 4.0
-"""For what must happen long before a room's own limits, on a machine that is busy."""
 
 
 @dataclass(frozen=True)
@@ -342,54 +337,6 @@ class Handle:
         return Failure(**found)
 
 
-class Crew:
-    """Lends children. One that comes back alive closes its manager and is lent again, since starting an interpreter is slow; and some are
-    started before anybody asks."""
-
-    def __init__(self, env: Mapping[str, str] | None = None, backend: str = "local", options: Mapping[str, Any] | None = None) -> None:
-        self._env, self.backend, self._options = env, backend, options
-        self.reopens = True  # in one process; else a child is lent once
-        self._all: list[Child] = []
-        self._idle: list[Child] = []
-        self.lent: list[Child] = []
-        """Those that are lent now."""
-        self.told: list[Story] = []
-        """The last words of those whose borrower failed."""
-
-    @contextmanager
-    def lend(self, number: int) -> Iterator[list[Child]]:
-        """Children without a manager; what happens to them is the borrower's business."""
-        lent = [self._idle.pop(0) if self._idle else self._new() for _ in range(number)]
-        self._idle += [self._new() for _ in range(SPARE - len(self._idle))]
-        self.lent += lent
-        try:
-            with self.telling(lent):
-                yield lent
-        finally:
-            self.lent = [child for child in self.lent if child not in lent]
-            for child in () if self.reopens else lent:
-                child.end()
-            self._idle += [child for child in lent if child.stopped()]
-
-    @contextmanager
-    def telling(self, children: Sequence[Child]) -> Iterator[None]:
-        """Keep the last words of children, lent or not, if their borrower fails."""
-        try:
-            yield
-        except BaseException:
-            self.told += [child.last_words() for child in children]
-            raise
-
-    def _new(self) -> Child:
-        self._all.append(Child(self._env, self.backend, self._options))
-        return self._all[-1]
-
-    def end(self) -> None:
-        """End all children, also those that are lent."""
-        for child in self._all:
-            child.end()
-
-
 def error_of(call: Callable[[], object]) -> ChildError | None:
     """What a call raises in the child; None if it does not."""
     try:
@@ -397,22 +344,6 @@ def error_of(call: Callable[[], object]) -> ChildError | None:
     except ChildError as error:
         return error
     return None
-
-
-def until(condition: Callable[[], bool], what: str, timeout: float = SOON_S, step_s: float = STEP_S) -> None:
-    """Wait for a condition; fails with ``what`` if it does not come true in time."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout:g} s: {what}"
-        threading.Event().wait(step_s)
-
-
-def stays(condition: Callable[[], bool], what: str, seconds: float = 0.3) -> None:
-    """Fails with ``what`` if a condition is not true all through a stretch of time."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        assert condition(), f"not so before {seconds:g} s had passed: {what}"
-        threading.Event().wait(STEP_S)
 
 
 def free_port() -> int:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from kvcore_conformance.stage.driver import SOON_S, STEP_S, Child, stays
+from kvcore_conformance.stage.driver import Child
+from kvcore_conformance.stage.waits import SOON_S, STEP_S, stays
 
 T = TypeVar("T")
 

@@ -21,7 +21,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvcore_conformance.stage.driver import Child, Crew, Handle, PoolSpec, stays, until
+from kvcore_conformance.stage.crew import Crew
+from kvcore_conformance.stage.driver import Child, Handle, PoolSpec
+from kvcore_conformance.stage.waits import stays, until
 from kvcore_conformance.subject import Subject
 
 Side = Literal["prefill", "decode"]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from kvcore_conformance.stage.arena import LIMITS, POOLS, Pair
-from kvcore_conformance.stage.driver import Crew
+from kvcore_conformance.stage.crew import Crew
 
 TRIES = 8
 """How often something is tried that a machine that stands still makes fail by a limit of its own."""

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvcore_conformance.stage.driver import PoolSpec, until
+from kvcore_conformance.stage.driver import PoolSpec
+from kvcore_conformance.stage.waits import until
 
 Bytes = npt.NDArray[np.uint8]
 Pages = Mapping[str, Sequence[int]]

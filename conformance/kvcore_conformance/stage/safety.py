@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcore import Capabilities
 from kvcore_conformance.stage.arena import SIDES, Room
-from kvcore_conformance.stage.driver import SOON_S
+from kvcore_conformance.stage.waits import SOON_S
 
 
 def fenced(able: Capabilities, gone: bool) -> bool:

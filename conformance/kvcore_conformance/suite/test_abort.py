@@ -7,8 +7,8 @@ import pytest
 from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.aborting import NOTICE, OTHER, brought, cases, heard
 from kvcore_conformance.stage.arena import ENDED, LIMITS, LIVE, MOMENTS, SIDES, Pair
-from kvcore_conformance.stage.driver import stays, until
 from kvcore_conformance.stage.onlookers import AT_ONCE_S, together
+from kvcore_conformance.stage.waits import stays, until
 
 # --- A1
 

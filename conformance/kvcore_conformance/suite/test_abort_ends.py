@@ -9,8 +9,10 @@ import pytest
 from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.aborting import BUSY, NOTICE, OTHER, brought, cases, heard, opened
 from kvcore_conformance.stage.arena import ENDED, LIMITS, LIVE, SIDES, Pair, Room, number, paired
-from kvcore_conformance.stage.driver import SOON_S, ChildError, Crew, stays, until
+from kvcore_conformance.stage.crew import Crew
+from kvcore_conformance.stage.driver import ChildError
 from kvcore_conformance.stage.onlookers import together
+from kvcore_conformance.stage.waits import SOON_S, stays, until
 
 ENDS = ("SUCCESS", "FAILED")
 HEARD_S = 0.6

@@ -8,8 +8,10 @@ from kvcore import Capabilities
 from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.arena import POOLS, number
 from kvcore_conformance.stage.bare import MOST_BYTES, PROMPT_S, TINY, Bare, State, bare_pair, brief, descriptors, engines
-from kvcore_conformance.stage.driver import SOON_S, Crew, PoolSpec, error_of, stays, until
+from kvcore_conformance.stage.crew import Crew
+from kvcore_conformance.stage.driver import PoolSpec, error_of
 from kvcore_conformance.stage.frozen import standing_still
+from kvcore_conformance.stage.waits import SOON_S, stays, until
 
 KV, AUX = POOLS
 ALL = {"kv": (range(KV.pages), range(KV.pages))}

@@ -10,7 +10,9 @@ from kvcore import KVPoll
 from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.arena import LIVE, MOMENTS, SIDES, Pair, number, paired
 from kvcore_conformance.stage.clearing import LONG, quickly, result
-from kvcore_conformance.stage.driver import ChildError, Crew, until
+from kvcore_conformance.stage.crew import Crew
+from kvcore_conformance.stage.driver import ChildError
+from kvcore_conformance.stage.waits import until
 
 MOST = 2**63 - 1, 2**31 - 1
 

@@ -7,9 +7,10 @@ import pytest
 from kvcore import Capabilities
 from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.arena import LIMITS, Pair, Room, number, paired
-from kvcore_conformance.stage.driver import SOON_S, Crew, stays
+from kvcore_conformance.stage.crew import Crew
 from kvcore_conformance.stage.frozen import check_any_engine
 from kvcore_conformance.stage.safety import become_safe, fenced
+from kvcore_conformance.stage.waits import SOON_S, stays
 from kvcore_conformance.subject import Subject
 
 # --- R4: evidence

@@ -8,7 +8,8 @@ import pytest
 
 from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.arena import SIDES, Pair, Room, paired
-from kvcore_conformance.stage.driver import Crew, Failure, Handle
+from kvcore_conformance.stage.crew import Crew
+from kvcore_conformance.stage.driver import Failure, Handle
 from kvcore_conformance.stage.impatient import impatient
 from kvcore_conformance.stage.onlookers import together, watched
 

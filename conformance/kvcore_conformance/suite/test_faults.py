@@ -11,7 +11,9 @@ import pytest
 from kvcore_conformance.fixtures import Standing
 from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.arena import BRIEF, LIMITS, Pair, Room, number, paired
-from kvcore_conformance.stage.driver import SOON_S, Child, Crew, until
+from kvcore_conformance.stage.crew import Crew
+from kvcore_conformance.stage.driver import Child
+from kvcore_conformance.stage.waits import SOON_S, until
 
 ERRORS = ("SystemExit", "RuntimeError", "KeyboardInterrupt", "GeneratorExit", "MemoryError", "StopIteration", "BaseException")
 """What an engine's binding may raise. A thread that lets one of them pass ends."""

@@ -8,7 +8,7 @@ import pytest
 
 from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.arena import Pair, paired
-from kvcore_conformance.stage.driver import Crew
+from kvcore_conformance.stage.crew import Crew
 from kvcore_conformance.stage.footprint import Footprint, lastly
 from kvcore_conformance.stage.load import Load
 

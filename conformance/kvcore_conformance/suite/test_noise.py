@@ -9,8 +9,10 @@ import pytest
 from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.arena import LIMITS, POOLS, Pair, number
 from kvcore_conformance.stage.bare import bare_pair
-from kvcore_conformance.stage.driver import Child, Crew, free_port, until
+from kvcore_conformance.stage.crew import Crew
+from kvcore_conformance.stage.driver import Child, free_port
 from kvcore_conformance.stage.noise import Noise, listening
+from kvcore_conformance.stage.waits import until
 
 MESSAGES = 300
 """In all; some of each kind come to each port."""

@@ -10,7 +10,9 @@ import pytest
 
 from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.arena import LIMITS, Pair, Room, number, paired
-from kvcore_conformance.stage.driver import SOON_S, Child, Crew, Handle, free_port, stays, until
+from kvcore_conformance.stage.crew import Crew
+from kvcore_conformance.stage.driver import Child, Handle, free_port
+from kvcore_conformance.stage.waits import SOON_S, stays, until
 
 LETTERS = ("Join", "Here", "Destination", "Status", "Ack", "Abort", "Which", "Drained")
 LOST_S = LIMITS["liveness_s"] + SOON_S

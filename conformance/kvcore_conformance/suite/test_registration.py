@@ -19,7 +19,8 @@ from kvcore.registry import MEMORY
 from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.arena import LIMITS, POOLS, Pair, number
 from kvcore_conformance.stage.bare import Bare, beside, engines
-from kvcore_conformance.stage.driver import Child, ChildError, Crew, error_of
+from kvcore_conformance.stage.crew import Crew
+from kvcore_conformance.stage.driver import Child, ChildError, error_of
 from kvcore_conformance.stage.footprint import Footprint, lastly
 from kvcore_conformance.subject import Subject
 

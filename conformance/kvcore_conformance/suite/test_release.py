@@ -12,9 +12,11 @@ from kvcore_conformance.fixtures import Standing
 from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.arena import BRIEF, MINE, MOMENTS, POOLS, SIDES, Pair, Room, paired
 from kvcore_conformance.stage.bare import bearable, in_one
-from kvcore_conformance.stage.driver import SOON_S, Child, Crew, PoolSpec, stays, until
+from kvcore_conformance.stage.crew import Crew
+from kvcore_conformance.stage.driver import Child, PoolSpec
 from kvcore_conformance.stage.oracle import FILL
 from kvcore_conformance.stage.safety import become_safe, safe_sides
+from kvcore_conformance.stage.waits import SOON_S, stays, until
 
 BIG = (PoolSpec("kv", pages=48, page_bytes=1 << 18, layers=1), PoolSpec("aux", pages=8, page_bytes=64, layers=1))
 """A room of all its pages is long enough in flight to be struck there."""

@@ -9,7 +9,9 @@ from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.arena import LIMITS, LIVE, SIDES, Pair, Room, number, paired
 from kvcore_conformance.stage.bare import bearable
 from kvcore_conformance.stage.clearing import LONG, quickly, result
-from kvcore_conformance.stage.driver import Crew, PoolSpec, stays, until
+from kvcore_conformance.stage.crew import Crew
+from kvcore_conformance.stage.driver import PoolSpec
+from kvcore_conformance.stage.waits import stays, until
 
 HERE, THERE = (1, 16, 17, 45), (13, 14, 28, 46)
 """Pages of the new use: something may still be at work on those of the old one."""

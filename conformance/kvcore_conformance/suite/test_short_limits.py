@@ -8,8 +8,10 @@ import pytest
 
 from kvcore_conformance.marks import rule
 from kvcore_conformance.stage.arena import LIMITS, Room, number
-from kvcore_conformance.stage.driver import SOON_S, Child, Crew, stays
+from kvcore_conformance.stage.crew import Crew
+from kvcore_conformance.stage.driver import Child
 from kvcore_conformance.stage.impatient import TRIES
+from kvcore_conformance.stage.waits import SOON_S, stays
 
 SHORT = {"liveness_s": 0.3, "ticket_s": 0.15, "quarantine_s": 0.5, "orphan_s": 0.2}
 LOOK_S = 0.1

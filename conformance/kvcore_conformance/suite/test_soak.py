@@ -11,7 +11,7 @@ import pytest
 from kvcore_conformance.marks import rule, soak
 from kvcore_conformance.plugin import seed
 from kvcore_conformance.stage.arena import Pair, paired
-from kvcore_conformance.stage.driver import Crew
+from kvcore_conformance.stage.crew import Crew
 from kvcore_conformance.stage.footprint import Footprint
 from kvcore_conformance.stage.load import Load, letters
 

@@ -8,9 +8,11 @@ import pytest
 
 from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.arena import MOMENTS, SIDES, Pair, Room, number
-from kvcore_conformance.stage.driver import SOON_S, Child, Crew, stays, until
+from kvcore_conformance.stage.crew import Crew
+from kvcore_conformance.stage.driver import Child
 from kvcore_conformance.stage.impatient import TRIES, impatient
 from kvcore_conformance.stage.onlookers import AT_ONCE_S, together, watched
+from kvcore_conformance.stage.waits import SOON_S, stays, until
 
 ORDER = ("BOOTSTRAPPING", "WAITING_FOR_INPUT", "TRANSFERRING", "SUCCESS", "FAILED")
 ENDS = ORDER[3:]

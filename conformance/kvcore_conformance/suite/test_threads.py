@@ -11,8 +11,10 @@ from kvcore import Capabilities
 from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.arena import Pair, number, paired
 from kvcore_conformance.stage.bare import PROMPT_S, Bare, brief, engines
-from kvcore_conformance.stage.driver import SOON_S, Crew, error_of, until
+from kvcore_conformance.stage.crew import Crew
+from kvcore_conformance.stage.driver import error_of
 from kvcore_conformance.stage.frozen import standing_still
+from kvcore_conformance.stage.waits import SOON_S, until
 
 BUSY_S = 0.005
 """What a hook that should take a millisecond takes as a median, on a machine that is busy."""

@@ -17,8 +17,10 @@ from kvcore import Capabilities
 from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.arena import LIMITS, POOLS, Pair, Room, number, paired, shared
 from kvcore_conformance.stage.bare import descriptors
-from kvcore_conformance.stage.driver import SOON_S, Child, Crew, PoolSpec, error_of
+from kvcore_conformance.stage.crew import Crew
+from kvcore_conformance.stage.driver import Child, PoolSpec, error_of
 from kvcore_conformance.stage.oracle import Pages
+from kvcore_conformance.stage.waits import SOON_S
 
 KV, AUX = POOLS
 BAD_PAGES: dict[str, Sequence[Any]] = {

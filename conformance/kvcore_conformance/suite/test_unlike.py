@@ -9,7 +9,8 @@ import pytest
 
 from kvcore_conformance.marks import full, rule
 from kvcore_conformance.stage.arena import LIMITS, POOLS, Pair, number
-from kvcore_conformance.stage.driver import Crew, PoolSpec
+from kvcore_conformance.stage.crew import Crew
+from kvcore_conformance.stage.driver import PoolSpec
 
 KV, AUX = POOLS
 UNLIKE = {

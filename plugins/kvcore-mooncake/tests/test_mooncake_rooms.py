@@ -8,9 +8,10 @@ import sys
 
 import pytest
 from kvcore_conformance import Subject
-from kvcore_conformance.stage.driver import PoolSpec, until
+from kvcore_conformance.stage.driver import PoolSpec
 from kvcore_conformance.stage.footprint import idle_s
 from kvcore_conformance.stage.frozen import check_late_is_seen, check_nothing_late
+from kvcore_conformance.stage.waits import until
 from kvcore_mooncake.backend import ABLE
 
 from kvcore import KVPoll

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from kvcore_conformance import Subject
-from kvcore_conformance.stage.driver import Crew
+from kvcore_conformance.stage.crew import Crew
 from kvcore_conformance.stage.frozen import check_any_engine, check_late_is_seen, check_nothing_late
 
 from tests.engine_nodes import resources, settles

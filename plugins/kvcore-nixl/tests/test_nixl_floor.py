@@ -16,6 +16,7 @@ from benchmarks.beside.alone import transfer
 from kvcore.hookspecs import OpenContext, Peer
 from kvcore.planner import Layout
 from tests.commands import kvcore as command
+from tests.helpers import ROOT
 
 BANDWIDTH = ("bandwidth", "--page-bytes", "4096", "--room-bytes", "100000", "--repeats", "1")
 ROOMS = ("rooms", "--page-bytes", "4096", "--rooms", "20", "--in-flight", "8", "--from", "open", "--repeats", "1")
@@ -33,6 +34,11 @@ def test_every_way_of_nixl_is_tried_beside_kvcore(
     tried = one["raw"][f"tried_{unit}"]
     assert tuple(tried) == tuple(WAYS) and min(tried.values()) > 0
     assert one["raw"]["way"] in tried and one["raw"]["kvcore_share"] > 0
+
+
+def test_every_way_of_nixl_is_in_the_documents_by_its_name() -> None:
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert [way for way in WAYS if f"`{way}`" not in text] == []
 
 
 class Side:

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from kvcore_conformance import Subject
-from kvcore_conformance.stage.driver import Child, Crew, until
+from kvcore_conformance.stage.crew import Crew
+from kvcore_conformance.stage.driver import Child
 from kvcore_conformance.stage.footprint import idle_s
 from kvcore_conformance.stage.frozen import check_late_is_seen, check_nothing_late
+from kvcore_conformance.stage.waits import until
 
 from tests.engine_processes import (
     BRIEF,
