@@ -22,6 +22,7 @@ from kvcore.config import Config
 from kvcore.hookspecs import Event
 from kvcore.http import HttpThread
 from kvcore.introduction import introduction
+from kvcore.late_words import LateWords
 from kvcore.ledger import Ledger
 from kvcore.logs import LimitsLog, about
 from kvcore.memory import Pool, Region, by_name
@@ -82,6 +83,7 @@ class Core:
     def _start(self) -> None:
         config, limits, access = self.config, self.config.limits, Access.of(self.config)
         self.table = RoomTable(limits.model_dump() | {"mark_s": 2 * limits.orphan_s}, self.rank, self)
+        self._late = LateWords(self.table.get, self._post, self.settle)
         backend = self._backend = Backend(config.backend, config.backend_options)
         me = introduction(config, self.instance, self.pools, backend.info)
         regions = [region for pool in self.pools.values() for region in pool.regions]
@@ -110,7 +112,7 @@ class Core:
         self.routes = Routes(self._directory, Whereabouts(self._http), self._peers, self.channel.call)
         self.overview = Overview(
             list(self.pools.values()), self._metrics, self.table, self._ledger, self._peers, self.routes, self.channel, self._slow,
-            self._http, self.observers, self.stories, self._collected,
+            self._http, self.observers, self.stories, self._late, self._collected,
         )  # fmt: skip
         self.channel.start()
         self._ledger.open()
@@ -172,17 +174,13 @@ class Core:
 
     def send(self, effect: ev.Send) -> None:
         """Send a room message, with ``settle``; that a sender is TRANSFERRING only where its first tickets do not end as they start."""
-        message = effect.message
-        if isinstance(message, Status) and message.state is KVPoll.TRANSFERRING:
-            self._ledger.afterwards(lambda: self._goes_on(effect, RoomId(message.room, message.attempt)))
-        else:
-            self.channel.post(lambda: self._peers.send(effect.to, message))
+        if isinstance(effect.message, Status) and effect.message.state is KVPoll.TRANSFERRING:
+            self._late.add(effect)
+            return self._ledger.afterwards(self._late.tell)
+        self._post(effect)
 
-    def _goes_on(self, effect: ev.Send, room: RoomId) -> None:
-        record = self.table.get("prefill", room)
-        if record is not None and not record.status.terminal:
-            self.channel.post(lambda: self._peers.send(effect.to, effect.message))
-            self.channel.settle()
+    def _post(self, effect: ev.Send) -> None:
+        self.channel.post(lambda: self._peers.send(effect.to, effect.message))
 
     def settle(self) -> None:
         """Carry out what may be done without the table's lock."""
@@ -314,6 +312,7 @@ class Core:
         if now >= self._prune_at:  # not at each turn: there may be thousands
             self._prune_at = now + PRUNE_S
             self.routes.prune(now)
+        self._late.tell()  # what a progress thread that is held up in a hook has not
         due = [self.table.tick(now), self._peers.tick(now)]
         return min((when for when in due if when is not None), default=None)
 

@@ -113,7 +113,7 @@ class Ledger:
 
     def sizes(self) -> dict[str, int]:
         """Orders not taken yet; workers, lanes and stuck workers of a ``blocking`` backend."""
-        return {"orders": len(self._commands)} | self.workers.sizes()
+        return {"orders": len(self._commands) + len(self._afterwards)} | self.workers.sizes()
 
     @property
     def tickets(self) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvcore.bootstrap_service import BootstrapService
 from kvcore.channel import Channel
 from kvcore.http import HttpThread
+from kvcore.late_words import LateWords
 from kvcore.ledger import Ledger
 from kvcore.memory import Pool
 from kvcore.metrics import Labels, Metrics
@@ -47,6 +48,7 @@ class Overview:
     http: HttpThread
     observers: Observers
     stories: Stories
+    late: LateWords
     collected: Sequence[Room]
     service: BootstrapService | None = None
     closing: bool = False
@@ -64,6 +66,7 @@ class Overview:
             "flight_record": len(self.table.flight),
             "questions": len(self.stories),
             "records": self.table.records,
+            "late_words": len(self.late),
             "collected": len(self.collected),
             "control_calls": self.channel.calls,
             "slow_calls": self.slow.calls,

@@ -308,7 +308,7 @@ def test_s8_a_room_whose_peer_cannot_be_dialled_is_told_at_once(monkeypatch: pyt
         def refuse(*_: object) -> Any:
             raise zmq.ZMQError(errno.EMFILE)
 
-        monkeypatch.setattr(pair.decode.control, "_socket", refuse)
+        monkeypatch.setattr("kvcore.sockets.made", refuse)
         with pair.decode.receiver(number(), pair.prefill.address) as receiver:
             ended(receiver, KVPoll.FAILED)
             assert receiver.failure is not None

@@ -313,8 +313,8 @@ def test_c7_when_all_is_cleared_every_store_is_empty_and_those_of_peers_end_with
 
 
 def test_p5_a_destination_whose_pages_are_no_whole_numbers_is_bad_and_binds_nothing(pair: Duo) -> None:
-    sender, receiver = pair.open()
     with ControlTap(pair.prefill) as tap:
+        sender, receiver = pair.open()
         wait_until(lambda: receiver.poll() is KVPoll.WAITING_FOR_INPUT)
         before = pair.prefill.stats().counters["kvcore_bad_messages_total"]
         for pages in (b"abc", b"abcde"):

@@ -55,7 +55,7 @@ LAYERS = [
         "faults",
     ),
     ("room", "alarms"),
-    ("rooms", "pairing", "peers"),
+    ("rooms", "late_words", "pairing", "peers"),
     ("tickets", "pace", "ledger", "routes", "handles"),
     ("overview", "admin"),
     ("core",),

@@ -335,7 +335,7 @@ class RandomWorker(BlockingBackend):
     moment = threading.Event()
 
     def post(self, transfer: Transfer) -> Any:
-        self.moment.wait(self.chance.random() * 0.004)
+        self.moment.wait(self.chance.random() * 0.02)
         return super().post(transfer)
 
 

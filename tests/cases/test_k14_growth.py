@@ -74,7 +74,7 @@ def flood(backend: str, kinds: list[str], messages: int, most_mib: int) -> None:
         pair.transfer(PAGES, PAGES)
 
 
-QUEUES = {"flight_record", "control_calls", "slow_calls", "http_calls", "orders", "events", "collected", "workers"}
+QUEUES = {"flight_record", "control_calls", "slow_calls", "http_calls", "orders", "late_words", "events", "collected", "workers"}
 """Stores of what was or is just being done."""
 
 
