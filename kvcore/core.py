@@ -97,7 +97,8 @@ class Core:
         self._peers = Peers(me, limits.send_s, backend.hooks, backend.info.capabilities, self)
         self._ledger = Ledger(
             backend.hooks, backend.info.capabilities, Layout.of(me.pools, regions), limits.ticket_s, self._metrics,
-            lambda instance: self._peers.peer("prefill", instance), self._ticket_ended, self._path_broken, self.table, rank=self.rank,
+            lambda instance: self._peers.peer("prefill", instance), self._ticket_ended, self._path_broken, self.table,
+            rank=self.rank, after_turn=self._late.tell,
         )  # fmt: skip
         bind = addresses.Address(addresses.parse_host(config.bind or config.host, "bind"), config.port)
         self.channel = self._peers.channel = Channel(bind, "port", limits.liveness_s / 3, self._peers.on_frame, self._tick, access.keys)
@@ -175,8 +176,8 @@ class Core:
     def send(self, effect: ev.Send) -> None:
         """Send a room message, with ``settle``; that a sender is TRANSFERRING only where its first tickets do not end as they start."""
         if isinstance(effect.message, Status) and effect.message.state is KVPoll.TRANSFERRING:
-            self._late.add(effect)
-            return self._ledger.afterwards(self._late.tell)
+            self._late.add(effect, time.monotonic())
+            return self._ledger.turn_soon()
         self._post(effect)
 
     def _post(self, effect: ev.Send) -> None:
@@ -312,7 +313,7 @@ class Core:
         if now >= self._prune_at:  # not at each turn: there may be thousands
             self._prune_at = now + PRUNE_S
             self.routes.prune(now)
-        self._late.tell()  # what a progress thread that is held up in a hook has not
+        self._late.tell(now)  # what a progress thread that is held up in a hook has not
         due = [self.table.tick(now), self._peers.tick(now)]
         return min((when for when in due if when is not None), default=None)
 

@@ -27,10 +27,10 @@ class FastHooks:
         self._owed: deque[tuple[str, Callable[[], object]]] = deque()
         self._failures = Failures(log)
 
-    def transfer(self, transfer: Transfer) -> Ticket | TicketState:
+    def transfer(self, transfer: Transfer, may_wait: bool) -> Ticket | TicketState:
         """The ticket, or how it has ended already; DONE, RETRY or FAILED, whatever the backend does. From any thread."""
         try:
-            result = self._hooks.kvcore_transfer(transfer=transfer)
+            result = self._hooks.kvcore_transfer(transfer=transfer, may_wait=may_wait)
         except HookBusy:
             return RETRY
         except NothingPosted as error:

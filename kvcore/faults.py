@@ -226,7 +226,7 @@ class FaultPlan(Interposer):
         """Give the engine a transfer, past this plan."""
         self._through.add(stand_in.transfer)
         try:
-            result = self.hooks.kvcore_transfer(transfer=stand_in.transfer)
+            result = self.hooks.kvcore_transfer(transfer=stand_in.transfer, may_wait=True)
         except NothingPosted as error:
             result = TicketState(TicketKind.FAILED, one_line(error), quiescent=True)
         except Exception as error:

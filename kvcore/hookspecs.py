@@ -41,8 +41,8 @@ class Capabilities:
     parallel: int = 1
     """With ``blocking``: transfers that may run at once. Of several the last is kept for a peer that has none running (B5)."""
     quick_bytes: int | None = None
-    """With ``blocking``: a transfer of at most so many bytes returns within a millisecond, as the other hooks do, unless one that blocks
-    is under way. The core posts it without a worker while none has anything to do; what has to wait after all answers RETRY."""
+    """With ``blocking``: a transfer of at most so many bytes returns within a millisecond, as the other hooks do, or answers RETRY where it
+    must wait after all. The core posts it without a worker while none has anything to do."""
     visible_on_done: bool = True
     """A DONE ticket means that all bytes are visible in the peer's memory (R6)."""
     fences_on_disconnect: bool = False
@@ -261,9 +261,10 @@ class KVCoreSpec:
         """
 
     @hookspec(firstresult=True)
-    def kvcore_transfer(self, transfer: Transfer) -> Ticket | TicketState:
+    def kvcore_transfer(self, transfer: Transfer, may_wait: bool) -> Ticket | TicketState:
         """Required. Start one batch; its ticket, unlike all others that have not ended, or a terminal state if it has ended already.
 
+        ``may_wait``: whether it is a worker's call. A ``blocking`` backend answers RETRY to any other that would have to wait.
         ``NothingPosted`` is a quiescent failure, any other exception is not. After a partial post return a ticket that
         covers what was posted. Progress thread, or a worker if ``blocking``.
         """
@@ -326,7 +327,7 @@ class Hooks(Protocol):
     def kvcore_endpoint(self) -> Endpoint: ...
     def kvcore_connect(self, *, peer: Peer) -> None: ...
     def kvcore_disconnect(self, *, peer: str) -> bool: ...
-    def kvcore_transfer(self, *, transfer: Transfer) -> Ticket | TicketState: ...
+    def kvcore_transfer(self, *, transfer: Transfer, may_wait: bool) -> Ticket | TicketState: ...
     def kvcore_poll(self, *, tickets: Sequence[Ticket]) -> list[TicketState]: ...
     def kvcore_progress(self) -> None: ...
     def kvcore_abort(self, *, room: RoomKey, tickets: Sequence[Ticket]) -> None: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -9,30 +10,38 @@ from kvcore.protocol import events as ev
 from kvcore.room import Room
 from kvcore.states import RoomId, Side
 
+LATE_S = 0.001
+
 
 class LateWords:
-    """Letters that wait for their ``tell``, which may come on several threads at once. ``find`` is a side's stored room; a letter is posted,
-    and all are sent by ``settle``."""
+    """Letters of senders' rooms. ``find`` is a side's stored room; a letter is posted, and all are sent by ``settle``. For any thread."""
 
     def __init__(self, find: Callable[[Side, RoomId], Room | None], post: Callable[[ev.Send], None], settle: Callable[[], None]) -> None:
         self._find, self._post, self._settle = find, post, settle
-        self._waiting: deque[ev.Send] = deque()
+        self._waiting: deque[tuple[float, ev.Send]] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, word: ev.Send) -> None:
-        """One more, of a sender's room."""
-        self._waiting.append(word)
+    def add(self, word: ev.Send, now: float) -> None:
+        """One more, due ``LATE_S`` from now."""
+        self._waiting.append((now + LATE_S, word))
 
-    def tell(self) -> None:
-        """Say all of them, but those of rooms that have ended meanwhile."""
+    def tell(self, now: float) -> float:
+        """Drop those of rooms that have ended, and say what is due of the others; when the next is due, infinite without one."""
+        next_due = math.inf
         for _ in range(len(self._waiting)):
             try:
-                word = self._waiting.popleft()
-            except IndexError:  # another thread says them too
+                due, word = self._waiting.popleft()
+            except IndexError:  # another thread has them
                 break
             room = self._find("prefill", RoomId(word.message.room, word.message.attempt))
-            if room is not None and not room.status.terminal:
+            if room is None or room.status.terminal:
+                continue
+            if due <= now:
                 self._post(word)
+                continue
+            self._waiting.append((due, word))
+            next_due = min(due, next_due)
         self._settle()
+        return next_due

@@ -34,18 +34,20 @@ LANE_PARTS = 2  # of a ticket at once, so that a lane never waits for the next
 
 
 class Ledger:
-    """Owns all tickets of one manager. Commands come from any thread and are taken in order by the progress thread."""
+    """Owns all tickets of one manager. Commands come from any thread and are taken in order by the progress thread, which calls
+    ``after_turn(now)`` at the end of each turn; that says when it is due again at the latest."""
 
     def __init__(
         self, hooks: Hooks, capabilities: Capabilities, local: Layout, ticket_s: float, metrics: Metrics,
         peer: Callable[[str], PeerView | None], ended: Callable[[Room, ev.Ended], None], broken: Callable[[str, str], None],
         incoming: Incoming, clock: Callable[[], float] = time.monotonic, rank: int = 0,
+        after_turn: Callable[[float], float] = lambda _now: math.inf,
     ) -> None:  # fmt: skip
         self._hooks, self._capabilities, self._local = FastHooks(hooks), capabilities, local
         self._ticket_s, self._metrics, self._clock, self._rank = ticket_s, metrics, clock, rank
         self._peer, self._ended, self._broken, self._incoming = peer, ended, broken, incoming
         self._commands: deque[Callable[[], None]] = deque()
-        self._afterwards: deque[Callable[[], None]] = deque()
+        self._after_turn, self._due = after_turn, math.inf
         self._entries: dict[tuple[ev.Pair, RoomKey, int], Entry] = {}
         self._to_forget = self._forgotten = 0
         parallel = 1 if capabilities.exclusive else capabilities.parallel
@@ -72,16 +74,11 @@ class Ledger:
         """End what has not been posted, and cancel the rest where the engine can (A5)."""
         self._order(lambda: self._cancel(key))
 
-    def afterwards(self, call: Callable[[], None]) -> None:
-        """Have something done once the engine has what was ordered so far."""
-        self._order(lambda: self._afterwards.append(call))
-
     def forget(self, key: RoomKey) -> None:
         """Have the backend drop what it holds for a lifetime (C1)."""
-        if not self._hooks.clears:
-            return
-        self._to_forget += 1
-        self._order(lambda: self._forget(key))
+        if self._hooks.clears:
+            self._to_forget += 1
+            self._order(lambda: self._forget(key))
 
     def fence(self, instance: str) -> None:
         """Nothing towards that peer can be read or written any more: drop its tickets."""
@@ -92,6 +89,10 @@ class Ledger:
         entry = self._entries.get((pair, key, number))
         self._order(lambda: self._drop(lambda other: other is entry))
         return entry.pages if entry is not None else 0
+
+    def turn_soon(self) -> None:
+        """Have the progress thread take a turn."""
+        self._bell.ring()
 
     def wake(self) -> None:
         """A room here may be written to from now on: drive an engine whose target must work, and at once where its sender says so."""
@@ -113,7 +114,7 @@ class Ledger:
 
     def sizes(self) -> dict[str, int]:
         """Orders not taken yet; workers, lanes and stuck workers of a ``blocking`` backend."""
-        return {"orders": len(self._commands) + len(self._afterwards)} | self.workers.sizes()
+        return {"orders": len(self._commands)} | self.workers.sizes()
 
     @property
     def tickets(self) -> int:
@@ -153,7 +154,7 @@ class Ledger:
         """Sleep before the next turn; where nothing changes here by itself, until something comes."""
         if quiet_s <= 0:
             return self.pulse.rests()
-        pause: float | None = pause_s(quiet_s, self._entries.values(), self._flowing)
+        pause: float | None = min(max(0.0, self._due - self._clock()), pause_s(quiet_s, self._entries.values(), self._flowing))
         self._resting = True  # before the look: whoever makes it untrue rings
         if self._at_rest():
             held = self._hooks.held_rooms()
@@ -167,7 +168,8 @@ class Ledger:
         self._resting = False
 
     def _at_rest(self) -> bool:
-        return not (self._commands or self._afterwards or self._hooks.owed or self._must_progress()) and over(self._entries.values())
+        busy = self._commands or self._due < math.inf or self._hooks.owed or self._must_progress()
+        return not busy and over(self._entries.values())
 
     @property
     def _flowing(self) -> bool:
@@ -191,8 +193,7 @@ class Ledger:
         for entry in list(self._entries.values()):
             if entry.running:
                 self._limit(entry, now)
-        while self._afterwards:
-            self._guarded(self._afterwards.popleft())
+        self._due = self._after_turn(self._clock())
         return moved
 
     def _post(self, entry: Entry, now: float) -> bool:
@@ -244,7 +245,7 @@ class Ledger:
             part.job = Job(entry.pair.peer, lambda: self._work(entry, part))
             return self.workers.put(part.job)
         self._begin(entry, part, self._clock())
-        self._returned(entry, part, self._call(entry, part))
+        self._returned(entry, part, self._call(entry, part, may_wait=False))
 
     def _work(self, entry: Entry, part: Part) -> None:
         """On a worker: make the call, unless the room has failed or the peer fallen silent while the part waited."""
@@ -252,12 +253,12 @@ class Ledger:
         result: Ticket | TicketState = RETRY
         if self._may_start(entry, now):
             self._order(lambda: self._begin(entry, part, now))
-            result = self._call(entry, part)
+            result = self._call(entry, part, may_wait=True)
         self._order(lambda: self._returned(entry, part, result))
 
-    def _call(self, entry: Entry, part: Part) -> Ticket | TicketState:
+    def _call(self, entry: Entry, part: Part, may_wait: bool) -> Ticket | TicketState:
         part.peer = self._peer(entry.pair.peer)
-        return self._hooks.transfer(part.transfer)
+        return self._hooks.transfer(part.transfer, may_wait)
 
     def _begin(self, entry: Entry, part: Part, now: float) -> None:
         if part in entry.running:

@@ -14,6 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,8 @@ class Node:
 
     def post(self, mine: Sequence[int], theirs: Sequence[int], to: Peer) -> Any:
         """A ticket, or how it has ended already."""
-        return self.backend.kvcore_transfer(self.transfer(mine, theirs, to))
+        may_wait = {"may_wait": True} if "may_wait" in signature(self.backend.kvcore_transfer).parameters else {}
+        return self.backend.kvcore_transfer(self.transfer(mine, theirs, to), **may_wait)
 
     def state(self, ticket: Any) -> TicketState:
         found: TicketState = ticket if isinstance(ticket, TicketState) else self.backend.kvcore_poll([ticket])[0]

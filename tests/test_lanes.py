@@ -12,7 +12,7 @@ import pytest
 
 from kvcore import KVPoll, Pool
 from kvcore.closing import joined
-from kvcore.hookspecs import DONE, RETRY, Capabilities
+from kvcore.hookspecs import DONE, RETRY, Capabilities, Transfer
 from kvcore.ledger import Ledger
 from kvcore.mapping import Share, whole
 from kvcore.metrics import Meter, Metrics
@@ -99,8 +99,11 @@ class Bench:
 class _Direct:
     """Hooks of one backend without a plugin manager."""
 
-    def __init__(self, backend: object) -> None:
+    def __init__(self, backend: MemoryBackend) -> None:
         self._backend = backend
+
+    def kvcore_transfer(self, *, transfer: Transfer, may_wait: bool) -> object:
+        return self._backend.kvcore_transfer(transfer)
 
     def __getattr__(self, name: str) -> Callable[..., object]:
         hook: Callable[..., object] = getattr(self._backend, name)

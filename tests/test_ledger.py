@@ -52,7 +52,7 @@ class Engine:
         self.poll_answer: Callable[[Sequence[Ticket]], object] | None = None
         self.at_progress: Callable[[], object] = lambda: None
 
-    def kvcore_transfer(self, *, transfer: Transfer) -> object:
+    def kvcore_transfer(self, *, transfer: Transfer, may_wait: bool) -> object:
         self.transfers.append(transfer)
         self.threads.append(threading.current_thread().name.partition("-worker")[0])
         if transfer.nbytes > 512:

@@ -43,7 +43,7 @@ COVERED = {
     "drain_records": [f"{STATE}.drains"],
     "unrouted_aborts": [f"{STATE}.unrouted"],
     "ledger_tickets": [f"{CORE}._ledger._entries"],
-    "orders": [f"{CORE}._ledger._commands", f"{CORE}._ledger._afterwards"],
+    "orders": [f"{CORE}._ledger._commands"],
     "late_words": [f"{CORE}._late._waiting"],
     "collected": [f"{CORE}._collected"],
     "control_calls": [f"{CORE}.channel._calls", f"{CORE}.channel._letters"],

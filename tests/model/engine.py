@@ -106,7 +106,7 @@ class Engine:
 
     # --- hooks
 
-    def kvcore_transfer(self, *, transfer: Transfer) -> Ticket | TicketState:
+    def kvcore_transfer(self, *, transfer: Transfer, may_wait: bool) -> Ticket | TicketState:
         world, pages = self.node.world, page_list(transfer)
         started = world.begins(self.node, transfer, pages)
         shut = (self.node.name, started.pair.peer) in world.shut

@@ -292,7 +292,7 @@ class Engine:
         with self._turn:
             began = time.monotonic()
             try:
-                result = self._hooks.kvcore_transfer(transfer=part.transfer)
+                result = self._hooks.kvcore_transfer(transfer=part.transfer, may_wait=True)
             except NothingPosted as error:
                 result = TicketState(TicketKind.FAILED, str(error), quiescent=True)
             except Exception as error:

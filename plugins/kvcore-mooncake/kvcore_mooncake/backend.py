@@ -27,8 +27,9 @@ from kvcore_mooncake.options import P2P, MooncakeOptions
 
 # A probe of a peer that is stopped blocks for a minute; over TCP a dead writer's last bytes may still wait in a socket here.
 ABLE = Capabilities(
-    frozenset({"cpu", "cuda", "rocm"}), blocking=True, parallel=8, needs_process_to_write=False, max_descriptors=2048, max_bytes=64 << 20
-)
+    frozenset({"cpu", "cuda", "rocm"}), blocking=True, parallel=8, needs_process_to_write=False, max_descriptors=2048, max_bytes=64 << 20,
+    quick_bytes=64 << 10,
+)  # fmt: skip
 FRESH_S = 1.0  # a peer that has taken a transfer within this time is not probed before the next
 CONNECT_S, LEAVE_S, CLOSE_S = 5.0, 1.0, 3.0  # to reach a peer's port; for what is in flight to one that is forgotten; for calls at the end
 MOST_QUEUED, NOWHERE = 65535, 0  # writes that may wait for a peer; an address that no engine has registered
@@ -147,16 +148,17 @@ class MooncakeBackend:
         return idle and self._context.side == "prefill"
 
     @hookimpl
-    def kvcore_transfer(self, transfer: Transfer) -> Job | TicketState:
+    def kvcore_transfer(self, transfer: Transfer, may_wait: bool) -> Job | TicketState:
         """Post one write per descriptor. A failure is quiescent if all that was posted, or nothing, ended well."""
         with self._lock:
             remote, size = self._remotes.get(transfer.peer), int(transfer.length.size)
             if remote is None:
                 return _failed(f"peer {transfer.peer} is not connected", peer_broken=True)
             queued = sum(job.unposted + len(job.running) for job in self._jobs if job.remote is remote)
-            if remote.probing or (queued and queued + size > MOST_QUEUED):
+            probe = time.monotonic() - remote.heard > FRESH_S
+            if remote.probing or (probe and not may_wait) or (queued and queued + size > MOST_QUEUED):
                 return RETRY
-            remote.probing = probe = time.monotonic() - remote.heard > FRESH_S
+            remote.probing = probe
             self._jobs.add(job := Job(transfer.room, transfer.peer, remote, size))
         try:
             job.problem = self._post(job, transfer, probe)

@@ -136,7 +136,7 @@ def test_what_the_engine_throws_is_not_quiescent_and_costs_only_its_ticket(
 ) -> None:
     one, two = pair
     bad = dataclasses.replace(one.transfer([3], [5], two.peer()), peer=two.name, length=np.array([[1]], np.uint64))
-    assert failed(one.backend.kvcore_transfer(bad)) == (False, False)
+    assert failed(one.backend.kvcore_transfer(bad, may_wait=True)) == (False, False)
     assert one.backend.kvcore_held_rooms() == []
     assert one.move([3], [5], two.peer()) == DONE
 
@@ -162,7 +162,7 @@ def test_r3_a_ticket_ends_when_all_of_it_has_ended_and_a_time_out_is_no_end(
 def test_a_write_that_the_peer_refuses_is_not_quiescent_and_the_next_one_served(pair: tuple[Node, Node]) -> None:
     one, two = pair
     wrong = dataclasses.replace(one.transfer([3], [5], two.peer()), remote_base=np.array([4096], np.uint64))
-    assert failed(one.ended(one.backend.kvcore_transfer(wrong))) == (False, False)  # type: ignore[arg-type]
+    assert failed(one.ended(one.backend.kvcore_transfer(wrong, may_wait=True))) == (False, False)  # type: ignore[arg-type]
     assert one.move([3], [5], two.peer()) == DONE
 
 
@@ -216,7 +216,7 @@ def test_a5_what_ends_the_posting(pair: tuple[Node, Node], monkeypatch: pytest.M
         return submit(*args)
 
     Calls(monkeypatch, transfer_submit_write=ended)
-    assert failed(one.ended(one.backend.kvcore_transfer(transfer))) == (True, False)  # type: ignore[arg-type]
+    assert failed(one.ended(one.backend.kvcore_transfer(transfer, may_wait=True))) == (True, False)  # type: ignore[arg-type]
     assert len(made) == 5
 
 
@@ -316,6 +316,17 @@ def test_a_peer_that_was_just_written_to_is_not_probed(scene: Stage, monkeypatch
     assert calls.made["send_probe"] == 1
 
 
+def test_b6_a_call_that_may_not_wait_probes_nobody(scene: Stage, monkeypatch: pytest.MonkeyPatch, stale: None) -> None:
+    guest = scene.guest()
+    one = scene.writer(guest)
+    calls = Calls(monkeypatch, "send_probe", "transfer_submit_write")
+    transfer = one.transfer([3], [5], guest.peer)
+    assert one.backend.kvcore_transfer(transfer, may_wait=False) is RETRY
+    assert not dict(calls.made)
+    monkeypatch.setattr(backend, "FRESH_S", 60.0)
+    assert one.ended(one.backend.kvcore_transfer(transfer, may_wait=False)) == DONE
+
+
 def test_b5_a_peer_that_stands_still_takes_one_worker_and_nothing_is_posted_to_it(
     scene: Stage, guest: Guest, monkeypatch: pytest.MonkeyPatch, stale: None
 ) -> None:
@@ -323,7 +334,7 @@ def test_b5_a_peer_that_stands_still_takes_one_worker_and_nothing_is_posted_to_i
     one.backend.kvcore_connect(well.peer())
     transfer, found = one.transfer([3], [5], guest.peer), []
     guest.freeze()
-    worker = threading.Thread(target=lambda: found.append(one.backend.kvcore_transfer(transfer)))
+    worker = threading.Thread(target=lambda: found.append(one.backend.kvcore_transfer(transfer, may_wait=True)))
     worker.start()
     try:
         wait_until(lambda: one.backend.kvcore_held_rooms() == [transfer.room])
@@ -510,7 +521,7 @@ def test_r3_close_says_so_while_a_call_of_the_engine_goes_on(
     one = scene.writer(guest)
     transfer, found = one.transfer([3], [5], guest.peer), []
     guest.freeze()
-    worker = threading.Thread(target=lambda: found.append(one.backend.kvcore_transfer(transfer)))
+    worker = threading.Thread(target=lambda: found.append(one.backend.kvcore_transfer(transfer, may_wait=True)))
     worker.start()
     try:
         wait_until(lambda: one.backend.kvcore_held_rooms() == [transfer.room])

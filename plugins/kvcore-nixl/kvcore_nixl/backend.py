@@ -73,7 +73,6 @@ class NixlBackend:
 
     def __init__(self) -> None:
         self._lock = threading.Condition()  # of the agent, and all that is made with it; re-entrant
-        self._progress = 0  # that thread's number, once it has asked for something
         self._agent: Any = None
         self._engine: Callable[[], object] = lambda: None
         self._registered: list[Any] = []
@@ -172,10 +171,10 @@ class NixlBackend:
         return not busy and self._context.side == "prefill"
 
     @hookimpl
-    def kvcore_transfer(self, transfer: Transfer) -> Job | TicketState:
+    def kvcore_transfer(self, transfer: Transfer, may_wait: bool) -> Job | TicketState:
         """Post one request. What fails before the post is quiescent; what fails in it is not known to be."""
-        if not self._lock.acquire(blocking=threading.get_ident() != self._progress):
-            return RETRY  # the progress thread, which posts quick ones, waits for nobody
+        if not self._lock.acquire(blocking=may_wait):
+            return RETRY
         try:
             return self._post(transfer)
         finally:
@@ -184,7 +183,6 @@ class NixlBackend:
     @hookimpl
     def kvcore_poll(self, tickets: Sequence[Job]) -> list[TicketState]:
         """Drive the engine and ask for each request; all are pending while a post copies."""
-        self._progress = threading.get_ident()
         if not self._lock.acquire(blocking=False):
             return [PENDING] * len(tickets)
         try:

@@ -69,7 +69,7 @@ class Pair:
         return Transfer(room, to.name, *arrays, self.prefill.layout.base, to.layout.base, 1, "kv", here, there)
 
     def post(self, mine: Sequence[int], theirs: Sequence[int], to: Node | None = None) -> Job | TicketState:
-        return self.prefill.backend.kvcore_transfer(self.transfer(mine, theirs, to))
+        return self.prefill.backend.kvcore_transfer(self.transfer(mine, theirs, to), may_wait=True)
 
     def in_flight(self) -> Job:
         """A write of all pages of which the other side has taken in nothing yet."""

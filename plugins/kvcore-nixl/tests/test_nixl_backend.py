@@ -19,9 +19,9 @@ from nixl_pair import BIG, Calls, Node, pair
 
 import kvcore
 from benchmarks.fuzz.endpoints import spoiled
-from kvcore.hookspecs import DONE, PENDING, Endpoint
+from kvcore.hookspecs import DONE, PENDING, RETRY, Endpoint
 from tests.engine_nodes import resources, settles, within
-from tests.helpers import duo, memory, wait_until
+from tests.helpers import SOON_S, duo, memory, wait_until
 
 SCATTERED = ([9, 3, 50, 20, 7], [1, 40, 2, 30, 8])
 RUN = (list(range(10, 30)), list(range(20, 40)))
@@ -288,7 +288,7 @@ def test_few_open_files_are_warned_of(files: int, warned: bool, monkeypatch: pyt
 def test_t7_what_fails_before_the_post_is_quiescent(monkeypatch: pytest.MonkeyPatch) -> None:
     with pair(prepared_entries=0) as both:
         wrong = dataclasses.replace(both.transfer([3], [1]), remote_base=np.array([4096, 4096], np.uint64))  # which nobody registered
-        found = both.prefill.backend.kvcore_transfer(wrong)
+        found = both.prefill.backend.kvcore_transfer(wrong, may_wait=True)
         assert (found.kind.value, found.quiescent, found.peer_broken) == ("failed", True, False)  # type: ignore[union-attr]
         assert "NotFound" in found.reason  # type: ignore[union-attr]
         assert both.ended(both.post([3], [1])) == DONE
@@ -418,3 +418,14 @@ def test_managers_opened_and_closed_leave_nothing(transport: str, number: int) -
         megabytes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") >> 20)
     settles(most)
     assert megabytes[-1] - megabytes[number // 5] < 20, megabytes
+
+
+def test_b6_a_call_that_may_not_wait_tries_again_where_another_is_at_the_agent() -> None:
+    with pair() as both:
+        own, transfer, found = both.prefill.backend, both.transfer([1], [2]), []
+        with own._lock:
+            thread = threading.Thread(target=lambda: found.append(own.kvcore_transfer(transfer, may_wait=False)))
+            thread.start()
+            thread.join(SOON_S)
+            assert found == [RETRY]
+        assert both.ended(own.kvcore_transfer(transfer, may_wait=False)) == DONE
