@@ -20,7 +20,7 @@ from tests.helpers import ROOT
 from tests.made_backends import LYING, make_backend
 
 FIELDS = ["schema", "command", "backend", "versions", "machine", "taken", "parameters", "results"]
-BARE = Bare(0.1, (0.1,), None, ())
+BARE = Bare(0.1, (0.1,), 0.2, (0.2,), None, ())
 TWO_WAYS = """
 import threading
 from kvcore.bench.socket_floor import SocketFloor

@@ -175,7 +175,7 @@ def test_the_bare_machine_stands_beside_what_was_measured(written: dict[str, Pat
     for command in ("bench rooms", "bench bandwidth"):
         for result in loaded(written[command])["results"]:
             bare = result["bare"]
-            assert 0 < bare["round_trip_ms"] < 100 and bare["copy_gb_per_s"] > 0.01
+            assert 0 < bare["round_trip_ms"] < 100 and 0 < bare["letters_ms"] < 100 and bare["copy_gb_per_s"] > 0.01
             assert len(bare["round_trip_ms_each"]) == len(bare["copy_gb_per_s_each"]) == 2
 
 

@@ -332,7 +332,7 @@ def test_figures_are_those_of_the_times() -> None:
     alone = Figures("fast", {"fast": 9.0}, (10.0, 5.0), {"prefill": (0.3, 0.9), "decode": (3.0, 9.0)}, (60.0, 80.0))
     parameters = Parameters(Path("t"), speed=10, page_tokens=512, page_bytes=100, limit_ms=500.0)
     repeats: list[dict[Side, Played]] = [{"prefill": here, "decode": there}, {"prefill": here, "decode": again}]
-    found = trace.result(parameters, requests, repeats, Bare(0.1, (0.1,), None, ()), alone)
+    found = trace.result(parameters, requests, repeats, Bare(0.1, (0.1,), 0.2, (0.2,), None, ()), alone)
     assert (found.queueing_ms_median, found.queueing_ms_max) == (pytest.approx(300.0), pytest.approx(500.0))
     assert found.transfer_ms_mean_each == (pytest.approx(250.0), pytest.approx(1250.0)) and found.transfer_ms_mean == pytest.approx(750.0)
     assert found.transfer_ms_median_each == (pytest.approx(250.0), pytest.approx(1250.0))

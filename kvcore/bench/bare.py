@@ -1,11 +1,13 @@
-"""What the machine takes with neither kvcore nor an engine: a small message there and back over ZeroMQ, and a copy of the same pages.
+"""What the machine takes with neither kvcore nor an engine: a small message there and back over ZeroMQ, the same of two of a room's letters
+that are made and read in Python, and a copy of the same pages.
 
-A control message of kvcore's cannot be quicker than half the way there and back, nor an engine that copies within one host than one thread
-that does nothing else.
+A control message of kvcore's cannot be quicker than half the way there and back, what is written in Python not than one thread on each side
+that knows of no room, nor an engine that copies within one host than one thread that does nothing else.
 """
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from collections.abc import Sequence
@@ -21,11 +23,16 @@ from kvcore.bench.fields import repeated, told
 from kvcore.bench.setup import Clock, Measured, Setup
 from kvcore.buffers import Buffer, Bytes
 from kvcore.memory import Indices
+from kvcore.protocol.messages import Destination, PoolPages, Status
 from kvcore.sides import ToolError
+from kvcore.states import KVPoll
+from kvcore.wire import decode, encode
 
-FRAME_BYTES = 200
-"""About what a message about a room is long."""
+PLAIN = bytes(200)
+"""About as long as a message about a room."""
 TRIPS = 300
+QUESTION, ANSWER = Destination(1, 0, 1, 1, (PoolPages("kv", bytes(4)),)), Status(1, 0, 1, 1, KVPoll.SUCCESS)
+"""The two letters of a room that was opened before."""
 LOOK_MS = 10
 """How often a socket on which nothing comes looks whether the turn is over."""
 
@@ -33,11 +40,14 @@ LOOK_MS = 10
 @dataclass(frozen=True, slots=True)
 class Bare:
     """What the machine takes in the same two processes: 200 bytes there and back over ZeroMQ (a DEALER and a ROUTER, each on one thread
-    that does nothing else), and one thread's copy of the same pages to the same places, where they are in CPU memory. Medians of the
-    turns, of which each has the median of 300 round trips. A GB is 10**9 bytes."""
+    that does nothing else), the same with a destination one way and a verdict the other, each made and read as kvcore does it, and one
+    thread's copy of the same pages to the same places, where they are in CPU memory. Medians of the turns, of which each has the median of
+    300 round trips. A GB is 10**9 bytes."""
 
     round_trip_ms: Annotated[float, told("Milliseconds that 200 bytes take there and back over ZeroMQ.")]
     round_trip_ms_each: tuple[float, ...]
+    letters_ms: Annotated[float, told("Milliseconds that two of a room's letters take there and back, made and read in Python.")]
+    letters_ms_each: tuple[float, ...]
     copy_gb_per_s: Annotated[
         float | None, told("GB (10^9 bytes) a second of one thread's copy of the same pages; null where they are not in CPU memory.")
     ]
@@ -45,13 +55,14 @@ class Bare:
 
     def __str__(self) -> str:
         copying = f", a copy of the pages {self.copy_gb_per_s:.2f} GB/s" if self.copy_gb_per_s is not None else ""
-        return f"  bare machine: a round trip {1e3 * self.round_trip_ms:.0f} us{copying}"
+        trip, letters = 1e3 * self.round_trip_ms, 1e3 * self.letters_ms
+        return f"  bare machine: a round trip {trip:.0f} us, of two letters {letters:.0f} us{copying}"
 
 
-def bare(round_trips_s: Sequence[float], copies_s: Sequence[float], nbytes: int) -> Bare:
-    """From the seconds of the turns, and the bytes that each copy moved."""
-    trips, rates = [1e3 * each for each in round_trips_s], [nbytes / each / 1e9 for each in copies_s]
-    return Bare(**repeated(round_trip_ms=trips, copy_gb_per_s=rates))
+def bare(calls: Sequence[Measured], copies_s: Sequence[float], nbytes: int) -> Bare:
+    """From the turns of a ``Caller``, the seconds of the copies, and the bytes that each of these moved."""
+    trips, letters = ([1e3 * statistics.median(call.latencies_s[part]) for call in calls] for part in (slice(TRIPS), slice(TRIPS, None)))
+    return Bare(**repeated(round_trip_ms=trips, letters_ms=letters, copy_gb_per_s=[nbytes / each / 1e9 for each in copies_s]))
 
 
 def over(times_ms: Sequence[float], raw_ms: Sequence[float], one_way: int, machine: Bare) -> tuple[float, ...]:
@@ -64,7 +75,7 @@ def over(times_ms: Sequence[float], raw_ms: Sequence[float], one_way: int, machi
 
 
 class Echo:
-    """Decode's end: sends back whatever comes."""
+    """Decode's end: sends back whatever comes, and an answer to a letter."""
 
     def __init__(self, setup: Setup) -> None:
         self._socket = _socket(zmq.ROUTER, LOOK_MS)
@@ -78,7 +89,11 @@ class Echo:
         """Until ``stop``."""
         while not stop.is_set():
             try:
-                self._socket.send_multipart(self._socket.recv_multipart())
+                caller, frame = self._socket.recv_multipart()
+                if frame != PLAIN:
+                    decode(frame)
+                    frame = _letter(ANSWER)
+                self._socket.send_multipart([caller, frame])
             except zmq.Again:
                 continue
 
@@ -95,21 +110,27 @@ class Caller:
         self._socket.connect(f"tcp://{address}")
 
     def measure(self) -> Measured:
-        """A turn. Its ``latencies_s`` are the round trips. Raises ``ToolError`` if decode's end does not answer."""
-        clock, took, frame = Clock(), [], bytes(FRAME_BYTES)
-        for _ in range(TRIPS):
+        """A turn. Its ``latencies_s`` are the round trips, then those of letters. Raises ``ToolError`` if decode's end does not answer."""
+        clock, took = Clock(), []
+        for trip in range(2 * TRIPS):
             began = time.perf_counter()
-            self._socket.send(frame)
+            self._socket.send(PLAIN if trip < TRIPS else _letter(QUESTION))
             try:
-                self._socket.recv()
+                frame = self._socket.recv()
             except zmq.Again as error:
                 raise ToolError(f"decode's process does not answer at {self._address}; try another --host") from error
+            if trip >= TRIPS:
+                decode(frame)
             took.append(time.perf_counter() - began)
         return clock.read(tuple(took))
 
     def close(self) -> None:
         """Close the socket."""
         self._socket.close()
+
+
+def _letter(body: Destination | Status) -> bytes:
+    return encode("prefill-0123456789abcdef", "decode-0123456789abcdef", body)
 
 
 def copy(pages: Bytes, sources: Indices, into: Buffer, places: Indices) -> Measured:

@@ -41,8 +41,8 @@ BESIDE = (
     '"Engine alone" (raw) is the engine of the backend used directly, in the same two processes, with the same bytes by the same '
     "descriptors, by the fastest of its own ways; its turns and kvcore's alternate. It pairs nobody, opens no room and could not tell when "
     "one is over.",
-    '"Bare machine" (bare) is a message of 200 bytes there and back over ZeroMQ between the same two processes, and one thread\'s copy of '
-    "the same pages.",
+    '"Bare machine" (bare) is a message of 200 bytes there and back over ZeroMQ between the same two processes, the same of two of a '
+    "room's letters that are made and read in Python (letters), and one thread's copy of the same pages.",
 )
 RANKS = (
     "Of several ranks a side (topology pNdM: N of prefill and M of decode, each a process) a room is one room on all of them: a page "

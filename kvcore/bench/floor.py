@@ -153,8 +153,9 @@ class Turns:
     @property
     def bare(self) -> Bare:
         """Of what was measured of the bare machine."""
-        trips = [statistics.median(turn["prefill"].latencies_s) for turn in self._bare]
-        return bare(trips, [turn["decode"].seconds for turn in self._bare] if self._copies else [], self._nbytes)
+        return bare(
+            [turn["prefill"] for turn in self._bare], [turn["decode"].seconds for turn in self._bare] if self._copies else [], self._nbytes
+        )
 
     @property
     def _fastest(self) -> str:
