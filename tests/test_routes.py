@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import cast
@@ -12,8 +13,9 @@ import pytest
 
 from kvcore import FailureCode, KVManager, KVPoll
 from kvcore.bootstrap import REFRESH_S, Group, LookupFailure, RankInfo
-from kvcore.bootstrap_client import Directory
+from kvcore.bootstrap_client import Directory, _Known
 from kvcore.faults import ControlTap
+from kvcore.http import HttpThread
 from kvcore.layouts import Place
 from kvcore.pairing import Peer, Waiter
 from kvcore.peers import Peers
@@ -165,6 +167,15 @@ def test_c7_of_many_searches_some_are_looked_at_each_time_and_none_is_left_out()
     for left in (MOST_PRUNED + 1, 1, 0):
         asked.routes.prune(time.monotonic())
         assert asked.routes.sizes()["searches"] == left
+
+
+def test_known_routes_are_told_without_a_lock_that_a_thread_in_the_middle_of_a_lookup_may_hold() -> None:
+    """A finalizer may come there, and wait for the rooms' lock, under which routes are asked for."""
+    directory, group = Directory(cast(HttpThread, None)), group_of("prefill-1")
+    directory._groups[ADDRESS] = _Known(group, time.monotonic())
+    with directory._lock, ThreadPoolExecutor(1) as other:
+        assert other.submit(directory.holds, ADDRESS, group).result(5)
+        assert other.submit(directory.last_error, ADDRESS).result(5) is None
 
 
 def group_of_two(*instances: str) -> Group:
