@@ -186,10 +186,10 @@ class Directory:
         return token
 
     def holds(self, address: str, group: Group) -> bool:
-        """Whether ``lookup`` would answer with this very group, and ask nobody."""
-        with self._lock:
-            known = self._groups.get(address)
-            return known is not None and known.group is group and not known.outdated
+        """Whether ``lookup`` would answer with this very group, and ask nobody. Without a lock: it is asked under that of the rooms, which
+        a finalizer may want in the middle of any call here."""
+        known = self._groups.get(address)
+        return known is not None and known.group is group and not known.outdated
 
     def drop(self, token: int) -> None:
         """Stop waiting: the callback of that lookup is not called any more, unless it is running just now. Idempotent."""
@@ -204,10 +204,9 @@ class Directory:
                 del self._groups[address]
 
     def last_error(self, address: str) -> str | None:
-        """Why ``address`` has not answered so far; None if nobody waits for it or it has not been tried yet."""
-        with self._lock:
-            question = self._questions.get(address)
-            return question.error if question is not None else None
+        """Why ``address`` has not answered so far; None if nobody waits for it or it has not been tried yet. As ``holds``."""
+        question = self._questions.get(address)
+        return question.error if question is not None else None
 
     def sizes(self) -> dict[str, int]:
         """Entries held: ``lookups`` (one per waiting caller), ``questions`` and ``groups`` (one per address)."""

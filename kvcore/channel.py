@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 from collections import deque
@@ -26,6 +27,7 @@ from kvcore.errors import ConfigError, IncompatiblePeerError
 from kvcore.logs import Failures, Once
 from kvcore.pulse import Pulse
 from kvcore.readiness import Readiness, readable
+from kvcore.seat import Seat
 from kvcore.sockets import Socket
 
 log = logging.getLogger("kvcore.channel")
@@ -72,7 +74,7 @@ class Channel:
         self._calls: deque[Callable[[], object]] = deque()
         self._letters: deque[Callable[[], object]] = deque()
         self._readiness = Readiness()
-        self._using = threading.Lock()
+        self._using, self._process = Seat(), os.getpid()
         self._found: list[Socket] = []
         self._closed = self._again = self._resting = self._tick_soon = False
         self._ident: int | None = None
@@ -119,20 +121,24 @@ class Channel:
         self._letters.append(letter)
 
     def settle(self) -> None:
-        """Send what was posted, if nobody is at the sockets; whoever is sends it before it leaves. Never blocks."""
-        for _ in range(2):  # what others post meanwhile, too, but not for ever
-            if not self._letters or not self._using.acquire(blocking=False):
-                return
-            try:
-                self._take(self._letters, MOST_LETTERS)
-                left = [] if self._closed else self._readiness.left()
-                self._found += left
-            finally:
-                self._using.release()
-            if left:
-                self.wake()
+        """Send what was posted, if nobody is at the sockets; whoever is sends it before it leaves. Never blocks. Nothing in a fork."""
+        try:
+            for _ in range(2):  # what others post meanwhile, too, but not for ever
+                if not self._letters or self._process != os.getpid() or not self._using.attempt(self._send_posted):
+                    return
+        except BaseException:  # of a signal handler: others rely on this thread to look once more
+            self.wake()
+            raise
         if self._letters:
             self.wake()
+
+    def _send_posted(self) -> None:
+        try:
+            self._take(self._letters, MOST_LETTERS)
+        finally:
+            if left := [] if self._closed else self._readiness.left():
+                self._found += left
+                self.wake()
 
     def wake(self) -> None:
         """Have the loop take a turn soon."""
@@ -243,11 +249,11 @@ class Channel:
     def pass_on(self, route: Route, frame: bytes, now: float) -> bool:
         """``send`` past the tap."""
         if not route.closed:
+            self._readiness.use(route.socket)  # also where nothing can be sent
             try:
                 if route.identity is not None:
                     route.socket.send(route.identity, MORE_COMES)
                 route.socket.send(frame, zmq.NOBLOCK)
-                self._readiness.use(route.socket)
             except zmq.ZMQError:
                 pass
             else:

@@ -154,7 +154,8 @@ class Ledger:
         """Sleep before the next turn; where nothing changes here by itself, until something comes."""
         if quiet_s <= 0:
             return self.pulse.rests()
-        pause: float | None = min(max(0.0, self._due - self._clock()), pause_s(quiet_s, self._entries.values(), self._flowing))
+        paced = pause_s(quiet_s, self._entries.values(), self._flowing, self._capabilities.needs_progress and self._incoming.arriving > 0)
+        pause: float | None = min(max(0.0, self._due - self._clock()), paced)
         self._resting = True  # before the look: whoever makes it untrue rings
         if self._at_rest():
             held = self._hooks.held_rooms()
@@ -338,8 +339,7 @@ class Ledger:
         quiescent = not (entry.running or entry.unproven)
         if quiescent:
             self._entries.pop((entry.pair, entry.room.key, entry.number), None)
-        text = f"room {entry.room.id}, chunk {entry.number} to {entry.pair.peer}: {text}"
-        self._tell(entry, False, quiescent, code, text)
+        self._tell(entry, False, quiescent, code, f"room {entry.room.id}, chunk {entry.number} to {entry.pair.peer}: {text}")
 
     def _tell(self, entry: Entry, ok: bool, quiescent: bool, code: FailureCode, text: str) -> None:
         reason = None if ok else Reason.of(code, text, "prefill", self._rank)

@@ -16,7 +16,7 @@ from kvcore.layouts import OPAQUE, Heads, Latent, Opaque, PageLayout, SideRecord
 
 T = TypeVar("T")
 Indices = npt.NDArray[np.int64]
-FEW, DENSE = 16, 64
+FEW, DENSE = 16, 16
 _BOOLS = frozenset((bool, np.bool_))
 
 
@@ -225,7 +225,7 @@ def check_distinct(name: str, pages: Indices, num_pages: int) -> None:
     """Raise ``PageError`` if a page is named twice: two pages of the sender would land on one (T1)."""
     if pages.size < 2 or bool((np.diff(pages) > 0).all()):
         return
-    if num_pages <= DENSE * pages.size:  # a mark for each page of the pool costs a tenth of sorting
+    if num_pages <= DENSE * pages.size:  # a mark for each page of the pool costs less than sorting, and at most 16 bytes a page listed
         marks = np.zeros(num_pages, np.bool_)
         marks[pages] = True
         if int(np.count_nonzero(marks)) == pages.size:

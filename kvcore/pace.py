@@ -10,11 +10,12 @@ SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.00005, 0.02
 SHORTEST_LISTEN_S, LONGEST_LISTEN_S = 0.0003, 0.2  # of a target that must work; the longest while no sender has said that it writes
 
 
-def pause_s(quiet_s: float, tickets: Collection[Entry], flowing: bool) -> float:
-    """Seconds, after so many in which nothing moved. ``flowing``: whether tickets are not over, or data may be on its way to here."""
+def pause_s(quiet_s: float, tickets: Collection[Entry], flowing: bool, driven: bool) -> float:
+    """Seconds, after so many in which nothing moved. ``flowing``: whether tickets are not over, or data may be on its way to here;
+    ``driven``: whether it may, and the engine must be driven for it."""
     shortest, longest = SHORTEST_LISTEN_S, LONGEST_WAIT_S if flowing else LONGEST_LISTEN_S
     if tickets:
-        shortest = LONGEST_WAIT_S if all(map(_in_workers, tickets)) else SHORTEST_WAIT_S
+        shortest = LONGEST_WAIT_S if not driven and all(map(_in_workers, tickets)) else SHORTEST_WAIT_S
     return min(max(quiet_s / 32, shortest), longest)
 
 

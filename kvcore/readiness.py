@@ -56,7 +56,7 @@ class Readiness:
         self._used.discard(socket)
 
     def use(self, socket: Socket) -> None:
-        """A socket was sent on, or not read to its end."""
+        """A socket is sent on, whether that works or not, or was not read to its end."""
         self._used.add(socket)
 
     def left(self) -> list[Socket]:

@@ -131,6 +131,9 @@ class RoomTable:
             try:
                 while self._events:
                     watchers += self._step(*self._events.popleft())
+            except BaseException:
+                self._outside.settle()  # what was said before it must not wait
+                raise
             finally:
                 self._stepping = False
         self._outside.settle()

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -14,10 +15,11 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvcore import control_tap
 from kvcore.addresses import Address
-from kvcore.channel import MOST_CALLS, Channel, Route
+from kvcore.channel import MOST_CALLS, MOST_LETTERS, Channel, Route
 from kvcore.faults import ControlTap
+from kvcore.seat import Seat
 from kvcore.wire import MAX_LETTER_BYTES, Letter
-from tests.helpers import duo, wait_until
+from tests.helpers import duo, stays, wait_until
 
 
 class Port:
@@ -139,6 +141,150 @@ def test_a_peer_that_floods_leaves_other_work_its_turn() -> None:
         between = [later - sooner for sooner, later in zip(port.turns, port.turns[1:], strict=False)]
         assert max(between) <= 256 and called[0] <= 256
         assert port.frames == [number.to_bytes(2, "big") for number in range(3000)], "in order, none lost"
+
+
+def test_a_frame_that_came_before_a_send_that_failed_is_read_at_once() -> None:
+    """Any use of a socket takes away the sign that something has come, also one that fails."""
+    with listening() as port, dealer(port) as known:
+        known.send(b"hello")
+        wait_until(lambda: port.routes)
+        unknown = Route(port.routes[0].socket, b"nobody has this identity")
+
+        def call() -> None:
+            known.send(b"meanwhile")
+            stays(lambda: len(port.frames) == 1, 0.05)  # it arrives
+            port.channel.send(unknown, b"x", 1.0)
+
+        on_control(port.channel, call)
+        wait_until(lambda: port.frames == [b"hello", b"meanwhile"], 5)
+
+
+def test_what_a_thread_posts_it_sends_itself_where_the_control_thread_sleeps_and_else_that_does() -> None:
+    with listening() as port:
+        by: list[str] = []
+        on_control(port.channel, lambda: None)
+
+        def settled() -> None:
+            port.channel.post(lambda: by.append(threading.current_thread().name))
+            port.channel.settle()
+
+        def alone() -> bool:
+            settled()
+            return by[-1:] == [threading.current_thread().name]
+
+        wait_until(alone, what="the control thread sleeps")
+        port.held.clear()
+        with dealer(port) as peer:
+            peer.send(b"a frame that takes long")
+            wait_until(lambda: not port.channel._using.attempt(lambda: None))
+            by.clear()
+            begun = time.monotonic()
+            settled()
+            assert by == [] and time.monotonic() - begun < 1, "and waits for nobody"
+            port.held.set()
+            wait_until(lambda: by == ["kvcore-control"], 0.5, "without a second")
+
+
+def test_a_thread_that_posts_sends_only_so_many_and_leaves_the_rest_to_the_control_thread() -> None:
+    with listening() as port:
+        by: list[str] = []
+        for _ in range(5 * MOST_LETTERS):
+            port.channel.post(lambda: by.append(threading.current_thread().name))
+        port.channel.settle()
+        wait_until(lambda: len(by) == 5 * MOST_LETTERS, 0.5)
+        assert by.count(threading.current_thread().name) <= 2 * MOST_LETTERS
+
+
+def test_what_a_thread_that_sends_finds_to_be_read_is_read_at_once() -> None:
+    """Its use of the socket may have taken the sign away before the control thread woke by it, which here it never does."""
+    with listening() as port, dealer(port) as peer:
+        peer.send(b"hello")
+        wait_until(lambda: port.routes)
+        by: list[str] = []
+
+        def letter() -> None:
+            by.append(threading.current_thread().name)
+            peer.send(b"meanwhile")
+            stays(lambda: True, 0.05)
+            port.channel.send(port.routes[0], b"answer", 1.0)
+
+        def was_sent_here() -> bool:
+            port.channel.post(letter)
+            port.channel.settle()
+            wait_until(lambda: len(port.frames) == len(by) + 1, 0.5)
+            return by[-1] == threading.current_thread().name
+
+        on_control(port.channel, lambda: port.channel._readiness._epoll.unregister(port.routes[0].socket.get(zmq.FD)))
+        wait_until(was_sent_here, what="the control thread sleeps")
+
+
+def test_frames_left_over_are_read_without_a_further_one() -> None:
+    with listening() as port, dealer(port) as peer:
+        port.held.clear()
+        for number in range(1000):
+            peer.send(number.to_bytes(2, "big"))
+        port.held.set()
+        wait_until(lambda: len(port.frames) == 1000, 5)
+
+
+def test_what_a_signal_handler_raises_while_letters_are_sent_stops_nobody() -> None:
+    """Neither those of others that rely on this thread to look once more, nor the control thread."""
+    with listening() as port:
+        sent, main = threading.Event(), threading.current_thread()
+
+        def interrupted() -> None:
+            if threading.current_thread() is main:
+                other = threading.Thread(target=lambda: (port.channel.post(sent.set), port.channel.settle()))
+                other.start()
+                other.join(5)
+                raise KeyboardInterrupt
+
+        def was_interrupted() -> bool:
+            port.channel.post(interrupted)
+            try:
+                port.channel.settle()
+            except KeyboardInterrupt:
+                return True
+            return False
+
+        wait_until(was_interrupted, what="the control thread sleeps")
+        assert sent.wait(0.5)
+        on_control(port.channel, lambda: None)
+
+
+class Rude:
+    """A lock at which a signal handler raises as soon as it is taken."""
+
+    def __init__(self, lock: threading.RLock) -> None:  # type: ignore[valid-type]
+        self._lock = lock
+
+    def acquire(self, blocking: bool = True) -> bool:
+        self._lock.acquire(blocking=blocking)  # type: ignore[attr-defined]
+        raise KeyboardInterrupt
+
+    def release(self) -> None:
+        self._lock.release()  # type: ignore[attr-defined]
+
+
+def test_a_seat_is_free_again_whatever_a_signal_handler_raises_and_taken_for_one_within() -> None:
+    seat, within = Seat(), list[bool]()
+
+    def elsewhere() -> bool:
+        with ThreadPoolExecutor(1) as other:
+            return other.submit(seat.attempt, lambda: None).result(5)
+
+    lock, seat._lock = seat._lock, Rude(seat._lock)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        seat.attempt(lambda: None)
+    seat._lock = lock
+    assert elsewhere()
+    with pytest.raises(ZeroDivisionError):
+        seat.attempt(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    assert elsewhere()
+    assert seat.attempt(lambda: within.extend((seat.attempt(lambda: None), elsewhere()))) and within == [False, False]
+    with seat:
+        assert not elsewhere() and not seat.attempt(lambda: None) and not elsewhere()
+    assert elsewhere()
 
 
 def test_send_s_a_route_knows_since_when_nothing_could_be_sent() -> None:

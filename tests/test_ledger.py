@@ -462,6 +462,51 @@ def test_an_engine_whose_target_must_work_is_driven_seldom_until_a_sender_says_t
     assert 0 < seldom < rate() / 3
 
 
+@pytest.mark.parametrize("bench", [Capabilities(needs_progress=True)], indirect=True)
+def test_who_drives_an_engine_is_woken_by_a_room_only_where_he_rests_or_data_comes(bench: Bench) -> None:
+    driven: list[float] = []
+    bench.engine.at_progress = lambda: driven.append(time.monotonic())
+
+    def woken() -> bool:
+        """Whether it is driven before it would have been anyway."""
+        stays(lambda: True, 0.05)
+        seen = len(driven)
+        bench.ledger.wake()
+        stays(lambda: True, 0.05)
+        return len(driven) > seen
+
+    wait_until(lambda: bench.ledger._resting)
+    bench.incoming.receiving = 1
+    assert woken(), "it rests while there is none"
+    stays(lambda: True, 0.2)
+    for _ in range(20):
+        bench.ledger.wake()
+    assert bench.ledger.sizes()["orders"] == 0
+    bench.incoming.arriving = 1
+    assert woken()
+
+
+@pytest.mark.parametrize("bench", [Capabilities(blocking=True, needs_progress=True)], indirect=True)
+@pytest.mark.parametrize("arriving", [0, 1])
+def test_a_progress_thread_whose_tickets_are_all_in_workers_turns_seldom_but_where_it_drives_what_arrives(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, arriving: int
+) -> None:
+    monkeypatch.setattr("kvcore.pace.LONGEST_WAIT_S", 0.1)
+    driven: list[float] = []
+    bench.engine.at_progress = lambda: driven.append(time.monotonic())
+    bench.incoming.receiving = bench.incoming.arriving = arriving
+    bench.start(range(6))
+    wait_until(lambda: bench.engine.transfers and driven)
+    driven.clear()
+    stays(lambda: True, 0.25)
+    assert len(driven) > 10 if arriving else len(driven) < 5, "every 0.1 s, or 32 times in what it has been quiet for"
+    bench.engine.large.set()
+    begun = time.monotonic()
+    bench.engine.states[1] = DONE
+    bench.wait()
+    assert arriving or time.monotonic() - begun < 0.25, "its worker rings"
+
+
 # --- R: release safety of running managers
 
 

@@ -24,8 +24,12 @@ FORKED = """
 import os, sys
 from tests.helpers import duo
 with duo("local") as both:
+    both.pair()
+    sender, receiver = both.open()
     child = os.fork()
     if not child:
+        receiver.abort()
+        sender.clear()
         both.prefill.close()
         both.decode.close()
         with duo("local") as own:
@@ -33,6 +37,9 @@ with duo("local") as both:
         sys.exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     both.transfer([1, 2], [3, 4])
+    receiver.receive([1])
+    sender.send([2], last=True)
+    assert receiver.wait(20).name == sender.wait(20).name == "SUCCESS"
     print("the parent goes on")
 """
 
@@ -73,6 +80,7 @@ def test_a_manager_that_is_not_closed_is_closed_when_the_process_ends_also_in_mi
 
 
 def test_a_manager_is_not_closed_by_a_fork_of_its_process_which_can_have_its_own() -> None:
+    """Nor are its rooms ended by what becomes of their handles in there, where nothing is sent."""
     done = ended(FORKED)
     assert (done.returncode, done.stdout) == (0, "the parent goes on\n"), done.stderr
     assert done.stderr.count("is not closed in its child") >= 2

@@ -402,6 +402,7 @@ class Outside:
         self.then: Callable[[], None] = lambda: None
         self.told: list[object] = []
         self.listening: list[tuple[int, int]] = []
+        self.settled = 0
 
     def send(self, effect: object) -> None:
         self.told.append(effect)
@@ -417,7 +418,9 @@ class Outside:
     def listen(self) -> None:
         self.listening.append((self.table.receiving, self.table.arriving))
 
-    def settle(self) -> None: ...
+    def settle(self) -> None:
+        self.settled += 1
+
     def wake_by(self, when: float) -> None: ...
     def collect(self, room: Room) -> None: ...
 
@@ -443,6 +446,16 @@ def test_who_drives_an_engine_that_is_written_to_is_woken_when_the_room_counts()
     assert outside.listening == [(1, 0)], "it was published, and nobody has said that he writes"
     outside.table.apply("decode", room, ev.Fail(own, Reason(FailureCode.ABORTED, "", "decode")))
     assert outside.listening == [(1, 0), (1, 1)], "pages may still be written to"
+
+
+def test_what_was_said_is_sent_also_where_a_step_does_not_come_to_its_end() -> None:
+    """As where a signal handler raises in the middle of it: nobody else would, before the next letter."""
+    outside = Outside()
+    sender, settled = opened(outside), outside.settled
+    outside.then = lambda: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        sender.abort()
+    assert outside.settled == settled + 1
 
 
 def test_s7_poll_waits_for_nobody_who_works_on_the_rooms() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import cast
@@ -12,8 +14,9 @@ import pytest
 
 from kvcore import FailureCode, KVManager, KVPoll
 from kvcore.bootstrap import REFRESH_S, Group, LookupFailure, RankInfo
-from kvcore.bootstrap_client import Directory
+from kvcore.bootstrap_client import Directory, _Known
 from kvcore.faults import ControlTap
+from kvcore.http import HttpThread
 from kvcore.layouts import Place
 from kvcore.pairing import Peer, Waiter
 from kvcore.peers import Peers
@@ -21,7 +24,7 @@ from kvcore.routes import MOST_PRUNED, Routes, Search
 from kvcore.states import RoomId
 from kvcore.whereabouts import Whereabouts
 from kvcore.wire import Join, Letter
-from tests.helpers import Duo, ended, manager, memory, number, stays, wait_until
+from tests.helpers import Duo, duo, ended, manager, memory, number, stays, wait_until
 
 ADDRESS = "127.0.0.1:7"
 
@@ -37,6 +40,7 @@ class FakeDirectory:
         self.waiting: dict[int, Callable[[Group | LookupFailure], None]] = {}
         self.asked = 0
         self.forgotten: list[tuple[str, Group | None]] = []
+        self.held = True
 
     def lookup(self, address: str, on_result: Callable[[Group | LookupFailure], None]) -> int:
         self.asked += 1
@@ -46,6 +50,9 @@ class FakeDirectory:
     def answer(self, result: Group | LookupFailure) -> None:
         _, on_result = self.waiting.popitem()
         on_result(result)
+
+    def holds(self, address: str, group: Group) -> bool:
+        return self.held and address == ADDRESS
 
     def drop(self, token: int) -> None:
         self.waiting.pop(token, None)
@@ -65,12 +72,18 @@ class FakePeers:
 
     def __init__(self) -> None:
         self.waiters: list[tuple[str, Waiter]] = []
+        self.pairings: dict[str, Peer] = {}
+
+    def peer(self, side: str, instance: str) -> Peer | None:
+        assert side == "decode"
+        return self.pairings.get(instance)
 
     def link(self, address: str, waiter: Waiter, curve: str = "") -> None:
         self.waiters.append((address, waiter))
 
     def answer(self, instance: str) -> None:
-        self.waiters.pop()[1].paired(peer(instance))
+        self.pairings[instance] = peer(instance)
+        self.waiters.pop()[1].paired(self.pairings[instance])
 
 
 def peer(instance: str) -> Peer:
@@ -90,12 +103,12 @@ class Asked:
         self.failures: list[tuple[FailureCode, str]] = []
         self.find()
 
-    def find(self) -> None:
+    def find(self, dp_rank: int | None = None) -> None:
         self.routes.find(
             Search(
                 ADDRESS,
                 RoomId(1),
-                None,
+                dp_rank,
                 lambda group, _dp_rank: group.ranks,
                 lambda: self.wanted,
                 self.found.append,
@@ -167,6 +180,60 @@ def test_c7_of_many_searches_some_are_looked_at_each_time_and_none_is_left_out()
         assert asked.routes.sizes()["searches"] == left
 
 
+def test_a_way_that_was_found_is_known_for_rooms_that_have_to_do_with_the_same_ranks() -> None:
+    asked = Asked()
+    asked.directory.answer(group_of_two("prefill-1", "prefill-2"))
+    for name in ("prefill-2", "prefill-1"):
+        assert asked.routes.known(ADDRESS, RoomId(1), None) is None
+        asked.peers.answer(name)
+    [found] = asked.found
+    assert asked.routes.known(ADDRESS, RoomId(1), None) == asked.routes.known(ADDRESS, RoomId(3, 1), None) == found
+    assert asked.routes.known(ADDRESS, RoomId(2), None) is None, "it may have to do with others"
+    assert asked.routes.known(ADDRESS, RoomId(1), 0) is None and asked.routes.known("127.0.0.1:8", RoomId(1), None) is None
+    asked.directory.held = False
+    assert asked.routes.known(ADDRESS, RoomId(1), None) is None, "it is asked for anew by now"
+    asked.directory.held = True
+    asked.peers.pairings["prefill-2"] = peer("prefill-2")
+    assert asked.routes.known(ADDRESS, RoomId(1), None) is None, "it has paired anew"
+    asked.peers.pairings["prefill-2"] = found[1]
+    assert asked.routes.known(ADDRESS, RoomId(1), None) == found
+    asked.routes.lost("prefill-2")
+    assert asked.routes.known(ADDRESS, RoomId(1), None) is None and asked.routes.sizes()["groups"] == 0
+
+
+def test_which_data_parallel_rank_has_a_room_is_never_known_from_another_room() -> None:
+    asked = Asked()
+    places = [Place(dp_size=2, dp_rank=rank) for rank in range(2)]
+    ranks = [RankInfo(rank, 2, "127.0.0.1:9", f"prefill-{rank}", 1, "fake", place) for rank, place in enumerate(places)]
+    group, whereabouts = Group(2, tuple(ranks)), list[Callable[[int], None]]()
+
+    def locate(address: str, room: RoomId, located: Callable[[int], None]) -> Callable[[], None]:
+        whereabouts.append(located)
+        return lambda: None
+
+    asked.routes._whereabouts = cast(Whereabouts, SimpleNamespace(sizes=dict, locate=locate))
+    asked.directory.answer(group)
+    whereabouts.pop()(1)
+    for name in ("prefill-1", "prefill-0"):
+        asked.peers.answer(name)
+    assert len(asked.found) == 1 and asked.routes.known(ADDRESS, RoomId(1), None) is None
+    asked.find(1)
+    asked.directory.answer(group)
+    for name in ("prefill-1", "prefill-0"):
+        asked.peers.answer(name)
+    assert asked.routes.known(ADDRESS, RoomId(2), 1) == asked.found[1]
+    assert asked.routes.known(ADDRESS, RoomId(2), 0) is asked.routes.known(ADDRESS, RoomId(2), None) is None
+
+
+def test_known_routes_are_told_without_a_lock_that_a_thread_in_the_middle_of_a_lookup_may_hold() -> None:
+    """A finalizer may come there, and wait for the rooms' lock, under which routes are asked for."""
+    directory, group = Directory(cast(HttpThread, None)), group_of("prefill-1")
+    directory._groups[ADDRESS] = _Known(group, time.monotonic())
+    with directory._lock, ThreadPoolExecutor(1) as other:
+        assert other.submit(directory.holds, ADDRESS, group).result(5)
+        assert other.submit(directory.last_error, ADDRESS).result(5) is None
+
+
 def group_of_two(*instances: str) -> Group:
     place = [Place(tp_size=2, tp_rank=rank) for rank in range(2)]
     return Group(2, tuple(RankInfo(rank, 2, "127.0.0.1:9", name, 1, "fake", place[rank]) for rank, name in enumerate(instances)))
@@ -228,6 +295,43 @@ def test_s8_a_time_out_names_an_address_that_has_not_answered_at_all(monkeypatch
 
 
 # --- running managers
+
+
+def test_a_room_of_a_paired_group_waits_for_no_turn_of_the_control_thread_and_fails_with_its_peer() -> None:
+    """Also where that was lost already, and only this has not been told yet."""
+    with duo() as pair:
+        pair.pair()
+        pair.transfer([1], [2])
+        core, inside, go_on = pair.decode._core, threading.Event(), threading.Event()
+        lost = core.lost
+
+        def held(instance: str, text: str, replaced: bool) -> None:
+            inside.set()
+            go_on.wait(10)
+            lost(instance, text, replaced)
+
+        def lose() -> None:
+            core.lost = held  # type: ignore[method-assign]
+            core._peers.lose(found, "for a test")
+
+        found = core._peers.peer("decode", pair.prefill.instance)
+        assert found is not None
+        before, during = threading.Event(), threading.Event()
+        core.channel.call(lambda: (before.set(), during.wait(10)))
+        assert before.wait(10)
+        with pair.decode.receiver(number(), pair.prefill.address) as known:
+            assert core.table.get("decode", known._room.id).life.sources, "while the control thread is busy"  # type: ignore[union-attr]
+            core.channel.call(lose)
+            during.set()
+            assert inside.wait(10)
+            with pair.decode.receiver(number(), pair.prefill.address) as late:
+                go_on.set()
+                ended(known, KVPoll.FAILED)
+                assert known.failure is not None and known.failure.code is FailureCode.PEER_LOST
+                with pair.prefill.sender(late.room) as sender:
+                    late.receive([3])
+                    sender.send([4], last=True)
+                    ended(late, KVPoll.SUCCESS)
 
 
 def replaced(stack: ExitStack, old: KVManager, closing: Callable[[ControlTap], object]) -> KVManager:

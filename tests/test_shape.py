@@ -33,6 +33,7 @@ LAYERS = [
         "metrics",
         "timers",
         "bell",
+        "seat",
         "pulse",
         "slow",
         "workers",
