@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -10,9 +11,8 @@ class Seat:
     """Taken in a ``with``, or for one piece of work. A signal handler or a finalizer that comes in the middle of its use finds it taken."""
 
     def __init__(self) -> None:
-        self._lock = (
-            threading.RLock()
-        )  # which knows whose it is: a plain one stays taken for ever where a handler raises at the wrong moment
+        # It knows whose it is: a plain lock stays taken for ever where a signal handler raises at the wrong moment.
+        self._lock = threading.RLock()
         self._taken = False
 
     def attempt(self, work: Callable[[], None]) -> bool:
@@ -27,10 +27,8 @@ class Seat:
                 self._taken = False
             return True
         finally:
-            try:
+            with contextlib.suppress(RuntimeError):  # another thread's
                 self._lock.release()
-            except RuntimeError:  # another thread's
-                pass
 
     def __enter__(self) -> None:
         self._lock.acquire()
