@@ -176,7 +176,7 @@ class Core:
     def send(self, effect: ev.Send) -> None:
         """Send a room message, with ``settle``; that a sender is TRANSFERRING only where its first tickets do not end as they start."""
         if isinstance(effect.message, Status) and effect.message.state is KVPoll.TRANSFERRING:
-            self._late.add(effect, time.monotonic())
+            self._late.add(effect)
             return self._ledger.turn_soon()
         self._post(effect)
 

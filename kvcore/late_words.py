@@ -23,9 +23,9 @@ class LateWords:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, word: ev.Send, now: float) -> None:
-        """One more, due ``LATE_S`` from now."""
-        self._waiting.append((now + LATE_S, word))
+    def add(self, word: ev.Send) -> None:
+        """One more, due ``LATE_S`` after the next ``tell``: the tickets may have to wait for their turn."""
+        self._waiting.append((math.inf, word))
 
     def tell(self, now: float) -> float:
         """Drop those of rooms that have ended, and say what is due of the others; when the next is due, infinite without one."""
@@ -41,6 +41,7 @@ class LateWords:
             if due <= now:
                 self._post(word)
                 continue
+            due = min(due, now + LATE_S)
             self._waiting.append((due, word))
             next_due = min(due, next_due)
         self._settle()
