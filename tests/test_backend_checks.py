@@ -155,7 +155,7 @@ def test_each_manager_has_its_own_instance_and_the_hooks_reach_it() -> None:
     assert type(backend) is type(second) is Full and backend is not second and manager is not other
     assert info == BackendInfo("full", "2.5", "1", API_VERSION)
     assert manager.hook.kvcore_backend_info() == info
-    assert manager.hook.kvcore_transfer(transfer=None) == 7
+    assert manager.hook.kvcore_transfer(transfer=None, may_wait=True) == 7
 
 
 def test_optional_hooks_have_defaults_that_give_way_to_the_backends_own() -> None:
