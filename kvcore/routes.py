@@ -129,6 +129,7 @@ class Routes:
             return
         if peer.instance != info.instance:
             return self._outdated(search, group, info, peer)
+        self._way(search.address, group)
         search.peers[info.rank] = peer
         self._conclude(search)
 
@@ -145,18 +146,16 @@ class Routes:
         if all(info.rank in search.peers for info in search.expected):
             self._forget(search)
             if search.expected:
-                peers = [search.peers[info.rank] for info in search.expected]
-                self._remember(search, peers)
+                peers, group = [search.peers[info.rank] for info in search.expected], search.group
+                if group is not None and (search.dp_rank is not None or group.ranks[0].place.dp_size == 1):
+                    self._way(search.address, group).peers[search.dp_rank, _turn(group, search.room)] = peers
                 search.found(peers)
 
-    def _remember(self, search: Search, peers: list[Peer]) -> None:
-        group = search.group
-        assert group is not None
-        way = self._ways.get(search.address)
-        if way is None or way.group is not group:
-            way = self._ways[search.address] = _Way(group)
-        if search.dp_rank is not None or group.ranks[0].place.dp_size == 1:
-            way.peers[search.dp_rank, _turn(group, search.room)] = peers
+    def _way(self, address: str, group: Group) -> _Way:
+        """The way to a group; a newer one takes the place of an older."""
+        if address not in self._ways or self._ways[address].group is not group:
+            self._ways[address] = _Way(group)
+        return self._ways[address]
 
     def _outdated(self, search: Search, group: Group, info: RankInfo, peer: Peer) -> None:
         """Another instance than the one looked up answers at a rank's address: ask the bootstrap service once more."""
