@@ -85,7 +85,7 @@ class Channel:
         self._descriptors = DescriptorWatch(log)
         self.bad_messages = 0
         self.tap: Callable[[Route, bytes, bool], int] = straight_through
-        """How many times a frame on a route goes on, out (True) or in (False); 0 drops it. Called on the control thread, for tests."""
+        """How many times a frame on a route goes on, out (True) or in (False); 0 drops it. Called by who is at the sockets, for tests."""
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65536)
         self._router = sockets.made(self._context, zmq.ROUTER, keepalive_s)
