@@ -145,7 +145,7 @@ class Ledger:
                 busy, failed = self.turn(), False
             except BaseException:
                 self._failures.note("turn", "the progress thread goes on after an error")
-                busy, failed, idle_since = False, True, -math.inf  # what is broken for good must not keep it busy
+                busy, failed, idle_since, self._due = False, True, -math.inf, math.inf  # what is broken for good must not keep it busy
             now = self._clock()
             idle_since = now if busy and self._flowing else idle_since
             self._rest(now - idle_since, failed)

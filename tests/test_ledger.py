@@ -735,3 +735,18 @@ def test_b4_what_a_backend_holds_is_listed_and_cleared(pair: Duo) -> None:
     hold.release()
     pair.stores_empty()
     assert pair.prefill.stats().stores["backend_rooms"] == 0
+
+
+def test_c107_turns_that_fail_do_not_spin_because_something_was_due(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[float] = []
+
+    def turn() -> bool:
+        turns.append(time.monotonic())
+        raise MemoryError
+
+    monkeypatch.setattr(bench.ledger, "turn", turn)
+    monkeypatch.setattr(bench.ledger, "_at_rest", lambda: False)
+    bench.ledger._due = 0.0
+    bench.ledger.turn_soon()
+    wait_until(lambda: turns)
+    stays(lambda: len(turns) < 20, 0.5)
