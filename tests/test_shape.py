@@ -35,6 +35,7 @@ LAYERS = [
         "bell",
         "seat",
         "pulse",
+        "priority",
         "slow",
         "workers",
         "logs",
