@@ -25,7 +25,6 @@ from kvcore.descriptors import DescriptorWatch
 from kvcore.doorkeeper import Doorkeeper
 from kvcore.errors import ConfigError, IncompatiblePeerError
 from kvcore.logs import Failures, Once
-from kvcore.priority import background
 from kvcore.pulse import Pulse
 from kvcore.readiness import Readiness, readable
 from kvcore.seat import Seat
@@ -87,7 +86,8 @@ class Channel:
         self.bad_messages = 0
         self.tap: Callable[[Route, bytes, bool], int] = straight_through
         """How many times a frame on a route goes on, out (True) or in (False); 0 drops it. Called by who is at the sockets, for tests."""
-        self._context = sockets.context()
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 65536)
         self._router = sockets.made(self._context, zmq.ROUTER, keepalive_s)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._routes: dict[Socket, Route] = {}
@@ -102,7 +102,7 @@ class Channel:
             raise
         for socket in (self._router, *(self._door.sockets if self._door is not None else ())):
             self._readiness.add(socket)
-        self._thread = background(self._run, "kvcore-control")
+        self._thread = threading.Thread(target=self._run, name="kvcore-control", daemon=True)
         self.pulse = Pulse(self._thread)
 
     # --- from any thread

@@ -22,7 +22,6 @@ from kvcore.logs import Failures, about
 from kvcore.metrics import Metrics
 from kvcore.pace import LONGEST_WAIT_S, over, pause_s
 from kvcore.planner import Layout
-from kvcore.priority import background
 from kvcore.protocol import events as ev
 from kvcore.pulse import Pulse
 from kvcore.room import Chunk, Room
@@ -50,13 +49,14 @@ class Ledger:
         self._commands: deque[Callable[[], None]] = deque()
         self._after_turn, self._due = after_turn, math.inf
         self._entries: dict[tuple[ev.Pair, RoomKey, int], Entry] = {}
+        self._to_forget = self._forgotten = 0
         parallel = 1 if capabilities.exclusive else capabilities.parallel
         self.workers = Workers(parallel, 1 if capabilities.exclusive else STUCK_PER_WORKER * parallel)
-        self._bell, self._stopping, self._resting, self._to_forget, self._forgotten = Bell(), False, False, 0, 0
+        self._bell, self._stopping, self._resting = Bell(), False, False
         self._failures = Failures(logging.getLogger("kvcore.ledger"))
         self.backend_rooms = 0
         """Lifetimes that the backend held something for when the ledger last had nothing to do (B4)."""
-        self._thread = background(self._run, "kvcore-progress")
+        self._thread = threading.Thread(target=self._run, name="kvcore-progress", daemon=True)
         self.pulse = Pulse(self._thread)
 
     # --- from any thread

@@ -1,4 +1,4 @@
-"""How the control plane's sockets are made: their context, the options that all of them have, and the port where peers dial in."""
+"""How the control plane's sockets are made: the options that all of them have, and the port where peers dial in."""
 
 from __future__ import annotations
 
@@ -6,34 +6,15 @@ import zmq
 
 from kvcore.addresses import Address
 from kvcore.errors import ConfigError
-from kvcore.priority import background
 from kvcore.wire import MAX_LETTER_BYTES
 
 Socket = zmq.Socket[bytes]
 
-MOST_SOCKETS = 65_536
 HIGH_WATER = 10_000
 MOST_KEEPALIVE_S = 32_767
 """More than this Linux refuses, and the connection with it."""
 LINGER_MS = 100
 """How long a closed socket may still send what it has."""
-
-
-def context() -> zmq.Context[Socket]:
-    """A context whose own threads stand back: ZeroMQ starts them with the first socket, and they are as the thread that makes it."""
-    context = zmq.Context()
-    context.set(zmq.MAX_SOCKETS, MOST_SOCKETS)
-
-    def start_threads() -> None:
-        try:
-            context.socket(zmq.PAIR).close()
-        except zmq.ZMQError:  # the first real one fails as well, and says so
-            pass
-
-    starter = background(start_threads, "kvcore-start")
-    starter.start()
-    starter.join()
-    return context
 
 
 def made(context: zmq.Context[Socket], kind: int, keepalive_s: float) -> Socket:

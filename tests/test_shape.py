@@ -35,7 +35,6 @@ LAYERS = [
         "bell",
         "seat",
         "pulse",
-        "priority",
         "slow",
         "workers",
         "logs",
