@@ -33,6 +33,8 @@ MAX_ORPHANS = 65_536
 FIRST_RESEND_S = 0.25
 SPREAD = 16
 """Rooms repeat themselves at last every ``orphan_s`` or up to half as long, by their number: thousands opened at once drift apart."""
+TOGETHER_S = 0.05
+"""Repeats due within so long go out in one turn of the control thread, and cost the other side one; not one each."""
 HISTORY = 32
 
 State = sender_state.Sender | receiver_state.Receiver
@@ -276,9 +278,8 @@ class RoomTable:
             self._resend(slot, alarm, now)
         elif alarm in slot.limits:  # which what was due before it may have changed
             slot.limits = tuple(other for other in slot.limits if other is not alarm)
-            self.apply(
-                slot.side, slot.id, ev.Timeout(alarm.timer, self._outside.why_not_reached(slot.room) if slot.room is not None else "")
-            )
+            why = self._outside.why_not_reached(slot.room) if slot.room is not None else ""
+            self.apply(slot.side, slot.id, ev.Timeout(alarm.timer, why))
 
     def _resend(self, slot: _Slot, alarm: Alarm[_Slot], now: float) -> None:
         sends = _RESEND[slot.side](slot.state)
@@ -287,8 +288,8 @@ class RoomTable:
         self.flight.note(slot.side, slot.id, "said again", sends)
         for send in sends:
             self._outside.send(send)
-        longest = self._last_resend_s * (1 - slot.id.number % SPREAD / (2 * SPREAD))
-        self._alarms.arm(alarm, min(2 * alarm.delay_s, longest), now)
+        delay = min(2 * alarm.delay_s, self._last_resend_s * (1 - slot.id.number % SPREAD / (2 * SPREAD)))
+        self._alarms.arm(alarm, delay, now + -(now + delay) % TOGETHER_S)
 
     # --- questions
 
@@ -300,9 +301,8 @@ class RoomTable:
 
     def release_safe(self, key: RoomKey) -> bool:
         """R1 for one lifetime, stored or not."""
-        room = RoomId(key.number, key.attempt)
         with self.lock:
-            slot = self._slots.get((key.side, room))
+            slot = self._slots.get((key.side, RoomId(key.number, key.attempt)))
             if slot is None:
                 return True
             if isinstance(slot.state, sender_state.Sender):

@@ -18,7 +18,7 @@ from kvcore.hookspecs import Event, KVCoreSpec, Transfer
 from kvcore.observers import Observers
 from kvcore.protocol import events as ev
 from kvcore.protocol.messages import Abort, Destination, Drained, Here, Join, PoolPages
-from kvcore.rooms import RoomTable
+from kvcore.rooms import TOGETHER_S, RoomTable
 from kvcore.states import Reason, RoomId
 from kvcore.wire import Letter, Stranger
 from tests.fake_backends import BlockingBackend, MemoryBackend, install, running, start
@@ -419,13 +419,14 @@ def test_b5_a_fence_that_fails_at_the_end_does_not_keep_the_engine_from_being_cl
 # --- resending
 
 
+LIMITS = ("bootstrap_s", "input_s", "transfer_s", "ticket_s", "quarantine_s", "mark_s")
+
+
 class Silence:
     """An outside for a table of rooms, in which nothing happens; keeps what is sent."""
 
     def __init__(self, **limits: float) -> None:
-        usual: dict[str, float | None] = dict.fromkeys(
-            ("bootstrap_s", "input_s", "transfer_s", "ticket_s", "quarantine_s", "mark_s"), 1000.0
-        )
+        usual: dict[str, float | None] = dict.fromkeys(LIMITS, 1000.0)
         self.table = RoomTable(usual | limits, 0, self)
         self.sent: list[object] = []
 
@@ -469,14 +470,14 @@ def joining(outside: Silence) -> tuple[RoomId, int, ev.Party]:
 def test_p6_what_is_not_answered_is_sent_again_ever_more_slowly_up_to_orphan_s() -> None:
     outside = Silence(orphan_s=3.0)
     joining(outside)
-    assert outside.gaps(6) == pytest.approx([0.5, 1.0, 2.0, 3.0, 3.0, 3.0])
+    assert outside.gaps(6) == pytest.approx([0.5, 1.0, 2.0, 3.0, 3.0, 3.0], abs=1.01 * TOGETHER_S)
     assert all(isinstance(message, Join) for message in outside.sent)
 
 
 def test_p6_short_limits_have_the_first_repetition_soon() -> None:
     outside = Silence(orphan_s=0.4)
     joining(outside)
-    assert outside.gaps(5) == pytest.approx([0.1, 0.2, 0.4, 0.4, 0.4])
+    assert outside.gaps(5) == pytest.approx([0.1, 0.2, 0.4, 0.4, 0.4], abs=1.01 * TOGETHER_S)
 
 
 def test_p6_a_change_of_state_starts_resending_anew() -> None:
@@ -485,8 +486,23 @@ def test_p6_a_change_of_state_starts_resending_anew() -> None:
     outside.gaps(4)
     outside.table.apply("decode", room, ev.Got(Here(room.number, room.attempt, generation, 5), party))
     outside.table.apply("decode", room, ev.Receive(generation, (PoolPages("kv", b""),)))
-    assert outside.gaps(3) == pytest.approx([0.5, 1.0, 2.0])
+    assert outside.gaps(3) == pytest.approx([0.5, 1.0, 2.0], abs=1.01 * TOGETHER_S)
     assert isinstance(outside.sent[-1], Destination)
+
+
+def test_repeats_of_rooms_opened_at_different_moments_fall_due_together() -> None:
+    """Each by itself would take a turn of the control thread, here and on the other side."""
+    now = 100.0
+    outside = Silence(orphan_s=30.0)
+    outside.table = RoomTable(dict.fromkeys(LIMITS, 1000.0) | {"orphan_s": 30.0}, 0, outside, lambda: now)
+    for now in (100.001, 100.002, 100.004):  # noqa: B007
+        joining(outside)
+    outside.sent.clear()
+    said, due = [], outside.table.tick(now)
+    while due is not None and len(outside.sent) < 9:
+        before, due = len(outside.sent), outside.table.tick(due)
+        said.append(len(outside.sent) - before)
+    assert said == [1, 1, 1, 3, 3]
 
 
 # --- observers
