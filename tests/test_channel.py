@@ -188,6 +188,7 @@ def test_what_a_thread_posts_it_sends_itself_where_the_control_thread_sleeps_and
 def test_a_thread_that_posts_sends_only_so_many_and_leaves_the_rest_to_the_control_thread() -> None:
     with listening() as port:
         by: list[str] = []
+        wait_until(lambda: port.turns and port.channel._resting, what="the control thread sleeps")
         for _ in range(5 * MOST_LETTERS):
             port.channel.post(lambda: by.append(threading.current_thread().name))
         port.channel.settle()

@@ -16,7 +16,7 @@ from kvcore.protocol.sender_state import Life
 from kvcore.room import Room
 from kvcore.states import KVPoll, RoomId, RoomKey, Side
 from tests.fake_backends import MemoryBackend, install, running
-from tests.helpers import SOON_S, ended, wait_until
+from tests.helpers import SOON_S, duo, ended, wait_until
 
 
 class Stage:
@@ -93,3 +93,15 @@ def test_decode_hears_of_a_transfer_that_goes_on_but_not_of_one_that_ends_as_it_
         fake.made[0].held.clear()
         ended(receiver, KVPoll.SUCCESS)
         assert told() == 1
+
+
+def test_also_of_a_room_without_tickets_it_is_said_before_the_control_thread_has_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    with duo() as pair:
+        pair.pair()
+        monkeypatch.setattr(pair.prefill._core._late, "tell", lambda _now: math.inf)  # as the control thread finds it
+        sender, receiver = pair.open()
+        receiver.receive([])
+        sender.send([])
+        wait_until(lambda: receiver.poll() is KVPoll.TRANSFERRING)
+        sender.send([], last=True)
+        ended(receiver, KVPoll.SUCCESS)

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvcore import Capabilities, FailureCode, KVPoll, NothingPosted, Transfer, hookimpl
+from kvcore import Capabilities, FailureCode, KVPoll, NothingPosted, Transfer, hookimpl, tickets
 from kvcore.faults import ControlTap
 from kvcore.hookspecs import DONE, PENDING, RETRY, Ticket, TicketKind, TicketState
 from kvcore.ledger import Ledger
@@ -176,6 +176,17 @@ def test_b6_a_quick_transfer_of_an_engine_that_blocks_needs_a_worker_only_while_
     assert bench.engine.threads[4] == "kvcore-progress"
     bench.engine.states[5] = DONE
     bench.wait(4)
+
+
+@pytest.mark.parametrize("bench", [Capabilities(blocking=True, quick_bytes=1024)], indirect=True)
+def test_b6_few_bytes_in_many_pieces_are_not_quick(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tickets, "QUICK_DESCRIPTORS", 2)
+    for chunk, pages in ((1, [0]), (2, [0, 2])):  # a descriptor each in each of two layers
+        bench.start(pages, chunk=chunk)
+        wait_until(lambda chunk=chunk: len(bench.engine.transfers) == chunk)  # type: ignore[misc]
+        bench.engine.states[chunk] = DONE
+        bench.wait(chunk)
+    assert bench.engine.threads == ["kvcore-progress", "kvcore"]
 
 
 @pytest.mark.parametrize("bench", [Capabilities(max_descriptors=1), Capabilities(max_bytes=64)], indirect=True)

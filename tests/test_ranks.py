@@ -187,6 +187,7 @@ def test_c91_success_only_when_the_last_rank_has_said_so(sides: dict[str, tuple[
         prefill.hand_over(room, address)
         decode.hand_over(room, address)
         wait_until(lambda: prefill.states(room) == [*["SUCCESS"] * 3, "TRANSFERRING"], what="three ranks to have done")
+        wait_until(lambda: decode.states(room) == ["TRANSFERRING"], what="decode to hear of them")
         stays(lambda: decode.states(room) == ["TRANSFERRING"], 0.3)
         prefill.release()
         assert {*prefill.ended(room), *decode.ended(room)} == {"SUCCESS"} and decode.wrong() == []

@@ -448,6 +448,15 @@ def test_who_drives_an_engine_that_is_written_to_is_woken_when_the_room_counts()
     assert outside.listening == [(1, 0), (1, 1)], "pages may still be written to"
 
 
+def test_what_a_call_says_is_sent_before_it_returns_and_before_anybody_is_woken_by_it() -> None:
+    outside = Outside()
+    sender, settled = opened(outside), outside.settled
+    woken: list[int] = []
+    outside.table.watch(sender._room, lambda: woken.append(outside.settled))
+    sender.abort()
+    assert woken == [settled + 1] == [outside.settled]
+
+
 def test_what_was_said_is_sent_also_where_a_step_does_not_come_to_its_end() -> None:
     """As where a signal handler raises in the middle of it: nobody else would, before the next letter."""
     outside = Outside()

@@ -214,15 +214,20 @@ def test_c13_an_abort_after_success_changes_nothing(pair: Duo, side: str, when: 
 def test_c13_an_abort_that_races_the_last_completion_ends_well_or_badly_but_cleanly(
     pair: Duo, side: str, way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Abort or clear just as the last page lands: both sides end, once, the receiver succeeds only if the sender did, nothing is logged
-    as an error, and nothing is left."""
-    events, handles = observed(pair), []
+    """Abort or clear just as the last page lands, a moment that is looked for: both sides end, once, the receiver succeeds only if the
+    sender did, nothing is logged as an error, and nothing is left."""
+    events, handles, ends = observed(pair), [], []
+    moment_s, pause = 0.001, threading.Event()
     with caplog.at_level(logging.WARNING, "kvcore"):
-        for turn in range(25):
+        for _ in range(40):
             sender, receiver = at(pair, "published")
-            pair.plan.delay(turn * 0.0001, room=sender.room)
             sender.send(PAGES, last=True)
-            getattr(sender if side == "prefill" else receiver, way)()
+            if moment_s > 0.0001:
+                pause.wait(moment_s)
+            mine = sender if side == "prefill" else receiver
+            getattr(mine, way)()
+            ends.append(mine.poll())
+            moment_s *= 1.3 if ends[-1] is KVPoll.FAILED else 0.7
             for handle in (sender, receiver):
                 assert handle.wait(SOON_S).terminal
             assert (sender.poll(), receiver.poll()) != (KVPoll.FAILED, KVPoll.SUCCESS)
@@ -230,6 +235,7 @@ def test_c13_an_abort_that_races_the_last_completion_ends_well_or_badly_but_clea
             handles += [sender, receiver]
             sender.clear()
             receiver.clear()
+    assert set(ends) == {KVPoll.SUCCESS, KVPoll.FAILED}, "the race was one"
     nothing_left(pair)
     for handle in handles:
         seen = events[isinstance(handle, Receiver)]

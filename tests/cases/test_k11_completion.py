@@ -189,7 +189,7 @@ def old_word_after(monkeypatch: pytest.MonkeyPatch, transfers: int) -> None:
             array[:] = 0
         second, beside = start(pair, 2, room), start(pair, 3, room + 1_000_000)
         ended(beside[0], KVPoll.SUCCESS)
-        wait_until(lambda: len(engine.late) == 2)
+        wait_until(lambda: len(engine.late) == 2 and second[1].poll() is KVPoll.TRANSFERRING)
         before = pair.prefill.stats().tickets
         engine.late.discard(old)
         wait_until(lambda: pair.prefill.stats().tickets == before - 1, what="the old word was heard")
@@ -226,7 +226,7 @@ def test_c95_rooms_whose_numbers_share_their_low_bits_keep_apart(backend: str, b
         holds[1].release()
         for handle in both[1]:
             ended(handle, KVPoll.SUCCESS)
-        assert {handle.poll() for handle in both[0]} == {KVPoll.TRANSFERRING}
+        wait_until(lambda: {handle.poll() for handle in both[0]} == {KVPoll.TRANSFERRING})  # which is said late
         assert pair.equal([2], [2]) and pair.untouched([1])
         holds[0].release()
         for handle in both[0]:
