@@ -345,7 +345,7 @@ class Channel:
             try:
                 calls.popleft()()
             except Exception:
-                self._failures.note("call", "a call on the control thread failed; the others go on")
+                self._failures.note("call", "a call at the sockets failed; the others go on")
 
     def _receive(self, socket: Socket) -> None:
         for _ in range(256):

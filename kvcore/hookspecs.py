@@ -41,8 +41,8 @@ class Capabilities:
     parallel: int = 1
     """With ``blocking``: transfers that may run at once. Of several the last is kept for a peer that has none running (B5)."""
     quick_bytes: int | None = None
-    """With ``blocking``: a transfer of at most so many bytes returns within a millisecond, as the other hooks do, or answers RETRY where it
-    must wait after all. The core posts it without a worker while none has anything to do."""
+    """With ``blocking``: a transfer of at most so many bytes and 64 descriptors returns within a millisecond, as the other hooks do, or
+    answers RETRY where it must wait after all. The core posts it without a worker while none has anything to do."""
     visible_on_done: bool = True
     """A DONE ticket means that all bytes are visible in the peer's memory (R6)."""
     fences_on_disconnect: bool = False

@@ -29,7 +29,7 @@ QUARANTINE_SHARE, QUARANTINE_S = 0.5, 10.0
 leave as much behind for a moment."""
 ROOM_STORES = (
     "rooms", "tickets", "last_words", "marks", "waiting_joins", "drain_records", "unrouted_aborts", "slots", "timers", "watchers",
-    "searches", "ledger_tickets", "pending_clears", "backend_rooms",
+    "searches", "ledger_tickets", "pending_clears", "backend_rooms", "late_words",
 )  # fmt: skip
 
 

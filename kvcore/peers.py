@@ -1,8 +1,9 @@
-"""Pairing of instances, and whether they live: who may speak to the rooms here. All of it runs on the control thread.
+"""Pairing of instances, and whether they live: who may speak to the rooms here.
 
 Decode dials prefill's control port and says Hello; prefill connects its engine and says Welcome on the same connection; decode
 connects its engine; from then on room messages pass. Whoever hears from an instance it is not paired with, or is addressed by
-another name than its own, answers Stranger and does nothing else (P3). Nothing about a peer is remembered as bad (P4).
+another name than its own, answers Stranger and does nothing else (P3). Nothing about a peer is remembered as bad (P4). All of
+it runs on the control thread, but for ``peer`` and ``send``, which whoever is at the sockets calls.
 """
 
 from __future__ import annotations

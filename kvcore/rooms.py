@@ -8,7 +8,6 @@ its protocol state is empty. A ``Room`` is what a handle keeps of its own lifeti
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +24,7 @@ from kvcore.protocol import events as ev, receiver, receiver_state, sender, send
 from kvcore.protocol.messages import Join
 from kvcore.room import NOWHERE, PrefillGroup, Room
 from kvcore.states import KVPoll, RoomId, RoomKey, Side
+from kvcore.table_lock import TableLock
 
 log = logging.getLogger("kvcore.rooms")
 
@@ -81,7 +81,7 @@ class RoomTable:
     def __init__(
         self, limits: Mapping[str, float | None], rank: int, outside: Outside, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.lock = threading.RLock()
+        self.lock = TableLock(outside.settle)
         self._clock = clock
         self._outside = outside
         self._rank = rank
@@ -133,12 +133,8 @@ class RoomTable:
             try:
                 while self._events:
                     watchers += self._step(*self._events.popleft())
-            except BaseException:
-                self._outside.settle()  # what was said before it must not wait
-                raise
             finally:
                 self._stepping = False
-        self._outside.settle()
         for watcher in watchers:
             watcher()
 
@@ -162,6 +158,7 @@ class RoomTable:
         for effect in effects:
             if isinstance(effect, ev.Send):
                 self._outside.send(effect)
+                self.lock.said = True
             else:
                 self._carry_out(slot, effect)
         return slot.watchers if after is not before else []
@@ -288,6 +285,7 @@ class RoomTable:
         self.flight.note(slot.side, slot.id, "said again", sends)
         for send in sends:
             self._outside.send(send)
+        self.lock.said = True
         delay = min(2 * alarm.delay_s, self._last_resend_s * (1 - slot.id.number % SPREAD / (2 * SPREAD)))
         self._alarms.arm(alarm, delay, now + -(now + delay) % TOGETHER_S)
 

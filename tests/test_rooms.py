@@ -18,6 +18,7 @@ from kvcore.protocol.messages import Abort, Destination, Here, Join, Status
 from kvcore.room import Room
 from kvcore.rooms import RoomTable
 from kvcore.states import Reason, RoomId, RoomKey
+from kvcore.table_lock import TableLock
 from kvcore.wire import Letter
 from tests.helpers import (
     BACKENDS,
@@ -448,10 +449,16 @@ def test_who_drives_an_engine_that_is_written_to_is_woken_when_the_room_counts()
     assert outside.listening == [(1, 0), (1, 1)], "pages may still be written to"
 
 
+def met(outside: Outside, sender: Sender) -> None:
+    """Its receiver joins, who would hear of its end."""
+    outside.table.apply("prefill", RoomId(sender.room), ev.Got(Join(sender.room, 0, 1, 0), ev.Party("decode-1")))
+
+
 def test_what_a_call_says_is_sent_before_it_returns_and_before_anybody_is_woken_by_it() -> None:
     outside = Outside()
-    sender, settled = opened(outside), outside.settled
-    woken: list[int] = []
+    sender = opened(outside)
+    met(outside, sender)
+    settled, woken = outside.settled, list[int]()
     outside.table.watch(sender._room, lambda: woken.append(outside.settled))
     sender.abort()
     assert woken == [settled + 1] == [outside.settled]
@@ -460,11 +467,37 @@ def test_what_a_call_says_is_sent_before_it_returns_and_before_anybody_is_woken_
 def test_what_was_said_is_sent_also_where_a_step_does_not_come_to_its_end() -> None:
     """As where a signal handler raises in the middle of it: nobody else would, before the next letter."""
     outside = Outside()
-    sender, settled = opened(outside), outside.settled
-    outside.then = lambda: 1 // 0
+    sender, other = opened(outside), opened(outside)
+    met(outside, sender)
+    settled, changes = outside.settled, iter((other.abort, lambda: 1 // 0))  # the other's comes right after that of the first
+    outside.then = lambda: next(changes)()
     with pytest.raises(ZeroDivisionError):
         sender.abort()
     assert outside.settled == settled + 1
+
+
+def test_what_several_steps_say_is_sent_once_the_table_is_let_go() -> None:
+    """Whoever else wants the table does not wait until letters are sent; and where nothing was said, nothing is to be sent."""
+    outside = Outside()
+    sender, free = opened(outside), threading.Event()
+    sent: list[int] = []
+
+    def look() -> None:
+        with outside.table.lock:
+            free.set()
+
+    def settle() -> None:
+        sent.append(len(outside.told))
+        threading.Thread(target=look, daemon=True).start()
+        assert free.wait(10)
+
+    outside.table.lock = TableLock(settle)
+    with outside.table.lock:
+        met(outside, sender)
+        sender.abort()
+        assert len(outside.told) == 2 and not sent
+    assert sent == [2]
+    assert outside.table.get("prefill", RoomId(sender.room)) is not None and sent == [2]
 
 
 def test_s7_poll_waits_for_nobody_who_works_on_the_rooms() -> None:

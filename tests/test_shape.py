@@ -56,7 +56,7 @@ LAYERS = [
         "faults",
     ),
     ("room", "alarms"),
-    ("rooms", "late_words", "pairing", "peers"),
+    ("rooms", "table_lock", "late_words", "pairing", "peers"),
     ("tickets", "pace", "ledger", "routes", "handles"),
     ("overview", "admin"),
     ("core",),
