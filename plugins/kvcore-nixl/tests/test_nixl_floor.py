@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -39,6 +41,13 @@ def test_every_way_of_nixl_is_tried_beside_kvcore(
 def test_every_way_of_nixl_is_in_the_documents_by_its_name() -> None:
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     assert [way for way in WAYS if f"`{way}`" not in text] == []
+
+
+def test_a_rooms_letters_and_its_transfer_are_measured_without_a_room() -> None:
+    command = [sys.executable, "-m", "benchmarks.skeleton", "--rooms", "300", "--in-flight", "1", "16"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    lines = [line for line in done.stdout.splitlines() if " rooms/s" in line]
+    assert done.returncode == 0 and [line.partition(" in ")[0] for line in lines] == ["1", "16"], done.stdout + done.stderr
 
 
 class Side:
