@@ -171,7 +171,7 @@ class Core:
         """Have something done on the control thread."""
         self.channel.call(call)
 
-    # --- what the table reaches (``rooms.Outside``); called under its lock
+    # --- what the table reaches (``room.Outside``); called under its lock
 
     def send(self, effect: ev.Send) -> None:
         """Send a room message, with ``settle``; that a sender is TRANSFERRING only where its first tickets do not end as they start."""

@@ -24,8 +24,9 @@ class Timers(Generic[Key]):
     def arm(self, key: Key, delay: float, now: float) -> None:
         """Have ``key`` due ``delay`` seconds from ``now``; one that is armed already starts anew."""
         self.cancel(key)
+        queue = self._queues.setdefault(delay, OrderedDict())
         self._delay_of[key] = delay
-        self._queues.setdefault(delay, OrderedDict())[key] = now + delay
+        queue[key] = now + delay
 
     def cancel(self, key: Key) -> None:
         """Forget ``key``; harmless if it is not armed."""
