@@ -313,8 +313,8 @@ class Core:
         if now >= self._prune_at:  # not at each turn: there may be thousands
             self._prune_at = now + PRUNE_S
             self.routes.prune(now)
-        self._late.tell(now)  # what a progress thread that is held up in a hook has not
-        due = [self.table.tick(now), self._peers.tick(now)]
+        late = self._late.tell(now)  # what a progress thread that is held up in a hook has not
+        due = [self.table.tick(now), self._peers.tick(now), late]
         return min((when for when in due if when is not None), default=None)
 
     def collect(self, room: Room) -> None:
