@@ -670,7 +670,9 @@ def test_s1_an_abort_in_the_middle_of_a_step_is_taken_right_after_it(pair: Duo) 
         core.changed = changed  # type: ignore[method-assign]
 
 
-STEPPING = tuple(f"kvcore/{name}.py" for name in ("rooms", "alarms", "timers", "flight", "ledger", "core", "handles", "manager"))
+STEPPING = tuple(
+    f"kvcore/{name}.py" for name in ("rooms", "table_lock", "alarms", "timers", "flight", "ledger", "core", "handles", "manager")
+)
 
 
 def test_whatever_a_signal_handler_raises_in_a_call_its_room_ends_and_nothing_of_it_is_left() -> None:
