@@ -171,7 +171,7 @@ class Core:
         """Have something done on the control thread."""
         self.channel.call(call)
 
-    # --- what the table reaches (``rooms.Outside``); called under its lock
+    # --- what the table reaches (``room.Outside``); called under its lock
 
     def send(self, effect: ev.Send) -> None:
         """Send a room message, with ``settle``; that a sender is TRANSFERRING only where its first tickets do not end as they start."""
@@ -313,8 +313,8 @@ class Core:
         if now >= self._prune_at:  # not at each turn: there may be thousands
             self._prune_at = now + PRUNE_S
             self.routes.prune(now)
-        self._late.tell(now)  # what a progress thread that is held up in a hook has not
-        due = [self.table.tick(now), self._peers.tick(now)]
+        late = self._late.tell(now)  # what a progress thread that is held up in a hook has not
+        due = [self.table.tick(now), self._peers.tick(now), late]
         return min((when for when in due if when is not None), default=None)
 
     def collect(self, room: Room) -> None:

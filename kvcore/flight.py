@@ -78,16 +78,19 @@ class FlightRecord:
         entry = Entry(self._clock(), side, room, what, effects, news[: 2 * MOST_REASON])
         self._ring.append(entry)
         self._rooms.setdefault((side, room), []).append(entry)
-        if len(self._ring) > MOST_ENTRIES:
+        while len(self._ring) > MOST_ENTRIES:
             self._drop_oldest()
         return entry
 
     def _drop_oldest(self) -> None:
-        oldest = self._ring.popleft()
-        entries = self._rooms[oldest.side, oldest.room]
-        del entries[0]
+        """From its room first: where a signal handler raises in the middle, it is in the ring still, and dropped by the next note."""
+        oldest = self._ring[0]
+        entries = self._rooms.get((oldest.side, oldest.room), [])
+        if entries and entries[0] is oldest:
+            del entries[0]
         if not entries:
-            del self._rooms[oldest.side, oldest.room]
+            self._rooms.pop((oldest.side, oldest.room), None)
+        self._ring.popleft()
 
     def of(self, side: Side, room: RoomId) -> list[Entry]:
         """What the ring still has of a room, the newest ``MOST_TOLD``, in order."""

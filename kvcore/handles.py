@@ -221,7 +221,7 @@ class Sender(Handle):
                     f"room {self._room.id}: pool {shown(name)} only receives; send from {shown(self._owner.pools[name].source)}"
                 )
         room, table = self._room, self._owner.table
-        with table.lock:
+        with table.aloud, table.lock:
             life = room.life
             assert isinstance(life, SenderLife)
             if life.state.terminal:
@@ -313,7 +313,7 @@ class Receiver(Handle):
             for source in dict.fromkeys(pool.source for pool in pools.values())
         )
         room, table = self._room, self._owner.table
-        with table.lock:
+        with table.aloud, table.lock:
             life = room.life
             assert isinstance(life, ReceiverLife)
             if life.state.terminal:

@@ -74,9 +74,14 @@ class HttpThread:
         with self._lock:
             if self._loop is not None or self._stopped:
                 return
-            self._loop = asyncio.new_event_loop()
-            self._loop.set_exception_handler(_Complaints())
-            self._thread.start()
+            self._loop = loop = asyncio.new_event_loop()
+            loop.set_exception_handler(_Complaints())
+            try:
+                self._thread.start()
+            except RuntimeError:  # no more threads are to be had
+                self._loop = None
+                loop.close()
+                raise
 
     def stop(self, timeout_s: float = STOP_S) -> None:
         """Cancel what runs, close every port and connection, and join the thread, for at most ``timeout_s`` seconds. Idempotent."""

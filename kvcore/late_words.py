@@ -36,7 +36,7 @@ class LateWords:
             except IndexError:  # another thread has them
                 break
             room = self._find("prefill", RoomId(word.message.room, word.message.attempt))
-            if room is None or room.status.terminal:
+            if room is None or room.key.generation != word.message.sg or room.status.terminal:
                 continue
             if due <= now:
                 self._post(word)

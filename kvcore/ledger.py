@@ -46,10 +46,10 @@ class Ledger:
         self._hooks, self._capabilities, self._local = FastHooks(hooks), capabilities, local
         self._ticket_s, self._metrics, self._clock, self._rank = ticket_s, metrics, clock, rank
         self._peer, self._ended, self._broken, self._incoming = peer, ended, broken, incoming
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: deque[Callable[[], object]] = deque()
         self._after_turn, self._due = after_turn, math.inf
         self._entries: dict[tuple[ev.Pair, RoomKey, int], Entry] = {}
-        self._to_forget = self._forgotten = 0
+        self._to_forget: set[RoomKey] = set()
         parallel = 1 if capabilities.exclusive else capabilities.parallel
         self.workers = Workers(parallel, 1 if capabilities.exclusive else STUCK_PER_WORKER * parallel)
         self._bell, self._stopping, self._resting = Bell(), False, False
@@ -66,9 +66,9 @@ class Ledger:
         self._thread.start()
 
     def start(self, room: Room, effect: ev.Start, chunk: Chunk) -> None:
-        """Take a ticket on. Never blocks."""
+        """Take a ticket on, unless it was. Never blocks."""
         entry = Entry(room, effect.pair, effect.chunk, chunk)
-        self._order(lambda: self._entries.__setitem__((effect.pair, room.key, effect.chunk), entry))
+        self._order(lambda: self._entries.setdefault((effect.pair, room.key, effect.chunk), entry))
 
     def cancel(self, key: RoomKey) -> None:
         """End what has not been posted, and cancel the rest where the engine can (A5)."""
@@ -77,7 +77,7 @@ class Ledger:
     def forget(self, key: RoomKey) -> None:
         """Have the backend drop what it holds for a lifetime (C1)."""
         if self._hooks.clears:
-            self._to_forget += 1
+            self._to_forget.add(key)
             self._order(lambda: self._forget(key))
 
     def fence(self, instance: str) -> None:
@@ -124,14 +124,14 @@ class Ledger:
     @property
     def pending_clears(self) -> int:
         """Lifetimes cleared whose backend state has not been dropped yet."""
-        return 0 if self._stopping else self._to_forget - self._forgotten + self._hooks.owed  # a closed engine holds nothing
+        return 0 if self._stopping else len(self._to_forget) + self._hooks.owed  # a closed engine holds nothing
 
     @property
     def quarantined_pages(self) -> int:
         """Pages of tickets that failed without being known to be quiescent."""
         return sum(entry.pages for entry in list(self._entries.values()) if entry.failed)
 
-    def _order(self, command: Callable[[], None]) -> None:
+    def _order(self, command: Callable[[], object]) -> None:
         self._commands.append(command)
         self._bell.ring()
 
@@ -380,7 +380,7 @@ class Ledger:
 
     def _forget(self, key: RoomKey) -> None:
         self._hooks.clear(key)
-        self._forgotten += 1
+        self._to_forget.discard(key)
 
     def _drop(self, chosen: Callable[[Entry], bool]) -> None:
         running: list[Part] = []

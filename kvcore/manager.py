@@ -7,14 +7,15 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
+from typing import TypeVar
 
 from kvcore import addresses
 from kvcore.channel import Channel
 from kvcore.config import Config
 from kvcore.core import Core
-from kvcore.errors import ConfigError, RoomError, shown
+from kvcore.errors import ConfigError, KVCoreError, RoomError, shown
 from kvcore.handles import Handle, Receiver, Sender
 from kvcore.layouts import MAX_RANKS
 from kvcore.memory import Pool
@@ -22,6 +23,8 @@ from kvcore.protocol import events as ev
 from kvcore.room import NOWHERE, PrefillGroup, Room, room_id
 from kvcore.states import FailureCode, KVPoll, Reason, RoomId, Side
 from kvcore.stats import ManagerStats
+
+H = TypeVar("H", bound=Handle)
 
 log = logging.getLogger("kvcore.manager")
 
@@ -72,7 +75,8 @@ class KVManager:
 
     def sender(self, room: int, attempt: int = 0) -> Sender:
         """Open a room on the prefill side. Raises ``RoomError`` for a bad number, or one that is live here (C6)."""
-        return Sender(self._core, self._open("prefill", room_id(room, attempt)))
+        name = room_id(room, attempt)
+        return self._held("prefill", name, lambda: Sender(self._core, self._open("prefill", name)))
 
     def receiver(self, room: int, prefill: str, dp_rank: int | None = None, attempt: int = 0) -> Receiver:
         """Open a room on the decode side; ``prefill`` is the prefill manager's ``address``.
@@ -80,7 +84,8 @@ class KVManager:
         ``dp_rank``: which of prefill's data-parallel ranks has the room; None: whichever opens it.
         Raises ``RoomError`` for a bad number, or one that is live here (C6), and ``ConfigError`` for what is no address.
         """
-        return Receiver(self._core, self._open_receiver(room_id(room, attempt), prefill, dp_rank))
+        name = room_id(room, attempt)
+        return self._held("decode", name, lambda: Receiver(self._core, self._open_receiver(name, prefill, dp_rank)))
 
     def reject(self, room: int, reason: str, prefill: str, attempt: int = 0, dp_rank: int | None = None) -> None:
         """Turn a request down before any receiver exists (A8): prefill's room fails at once with this reason.
@@ -91,6 +96,19 @@ class KVManager:
         record = self._open_receiver(room_id(room, attempt), prefill, dp_rank)
         self._core.table.apply("decode", record.id, ev.Fail(record.key.generation, why))
         self._core.table.clear(record)
+
+    def _held(self, side: Side, room: RoomId, make: Callable[[], H]) -> H:
+        """A new room's handle. Where a signal handler raises before the caller has it, the room goes again."""
+        before = self._core.table.generation
+        try:
+            return make()
+        except KVCoreError:
+            raise
+        except BaseException:
+            record = self._core.table.get(side, room)
+            if record is not None and record.key.generation > before:
+                self._core.table.clear(record)
+            raise
 
     def _open(self, side: Side, room: RoomId, group: PrefillGroup = NOWHERE) -> Room:
         if self.config.role not in (side, "both"):

@@ -8,11 +8,11 @@ its protocol state is empty. A ``Room`` is what a handle keeps of its own lifeti
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 from weakref import WeakValueDictionary
 
 from kvcore.alarms import Alarm, Alarms, Armed
@@ -22,9 +22,9 @@ from kvcore.logs import SparingLog
 from kvcore.metrics import Meter
 from kvcore.protocol import events as ev, receiver, receiver_state, sender, sender_state
 from kvcore.protocol.messages import Join
-from kvcore.room import NOWHERE, PrefillGroup, Room
-from kvcore.states import KVPoll, RoomId, RoomKey, Side
-from kvcore.table_lock import TableLock
+from kvcore.room import NOWHERE, Outside, PrefillGroup, Room
+from kvcore.states import FailureCode, KVPoll, Reason, RoomId, RoomKey, Side
+from kvcore.table_lock import Aloud
 
 log = logging.getLogger("kvcore.rooms")
 
@@ -51,28 +51,12 @@ class _Slot:
     watchers: list[Callable[[], None]] = field(default_factory=list)
 
 
-class Outside(Protocol):
-    """What the table's effects reach: the control plane, the ledger, observers. Called under the table's lock; must not block."""
-
-    def send(self, effect: ev.Send) -> None: ...
-    def start(self, room: Room, effect: ev.Start) -> None: ...
-    def seek(self, room: Room) -> None: ...
-    def why_not_reached(self, room: Room) -> str: ...
-    def cancel(self, key: RoomKey) -> None: ...
-    def forget(self, key: RoomKey) -> None: ...
-    def unproven(self, key: RoomKey, effect: ev.Unproven) -> None: ...
-    def changed(self, room: Room, old: KVPoll | None) -> None: ...
-    def wake_by(self, when: float) -> None: ...
-    def listen(self) -> None: ...
-    def settle(self) -> None: ...
-
-
 _STEP: dict[Side, Callable[..., tuple[State, tuple[ev.Effect, ...]]]] = {"prefill": sender.step, "decode": receiver.step}
+_FRESH: dict[Side, Callable[..., State]] = {"prefill": sender_state.Sender, "decode": receiver_state.Receiver}
+_SAFE: dict[Side, Callable[..., bool]] = {"prefill": sender_state.release_safe, "decode": receiver_state.release_safe}
 _TIMERS: dict[Side, Callable[..., tuple[ev.Timer, ...]]] = {"prefill": sender_state.timers, "decode": receiver_state.timers}
 _RESEND: dict[Side, Callable[..., tuple[ev.Send, ...]]] = {"prefill": sender_state.resend, "decode": receiver_state.resend}
 _RESENDS: dict[Side, Callable[..., bool]] = {"prefill": sender_state.resends, "decode": receiver_state.resends}
-
-Address = tuple[Side, RoomId]
 
 
 class RoomTable:
@@ -81,15 +65,18 @@ class RoomTable:
     def __init__(
         self, limits: Mapping[str, float | None], rank: int, outside: Outside, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.lock = TableLock(outside.settle)
+        self.lock = threading.RLock()
+        self.aloud = Aloud(self.lock, outside.settle)
         self._clock = clock
         self._outside = outside
         self._rank = rank
-        self._slots: dict[Address, _Slot] = {}
+        self._slots: dict[tuple[Side, RoomId], _Slot] = {}
         self._alarms: Alarms[_Slot] = Alarms(limits, outside.wake_by)
         self._records: WeakValueDictionary[RoomKey, Room] = WeakValueDictionary()
         self._orphans = 0
         self._stepping = False
+        self._effects: tuple[ev.Effect, ...] = ()  # of the latest step
+        self._torn: list[tuple[Side, RoomId, tuple[ev.Effect, ...]]] = []  # steps that did not come to their end; see ``_mend``
         self._events: deque[tuple[Side, RoomId, ev.Event, PrefillGroup]] = deque()
         self.flight = FlightRecord(clock)
         self._dropped = SparingLog(log, 1)
@@ -97,26 +84,22 @@ class RoomTable:
         """Decode-side slots, and those of them to which data may be on its way: an engine whose target must work is driven."""
         self.generation = 0
         """The highest generation given out."""
-        orphan_s = limits["orphan_s"] or 0.0
-        self._first_resend_s = min(FIRST_RESEND_S, orphan_s / 8)
-        self._last_resend_s = orphan_s
+        self._last_resend_s = limits["orphan_s"] or 0.0
+        self._first_resend_s = min(FIRST_RESEND_S, self._last_resend_s / 8)
 
     # --- rooms
 
     def open(self, side: Side, room: RoomId, group: PrefillGroup = NOWHERE) -> Room | None:
         """A new lifetime; None if a live one is stored (C6). A terminal one is replaced, as by ``clear``. ``RoomError`` within a step."""
-        with self.lock:
-            slot = self._slots.get((side, room))
-            if slot is not None and slot.state.life is not None and not slot.state.life.state.terminal:
+        with self.aloud, self.lock:
+            if (slot := self._slots.get((side, room))) is not None and (life := slot.state.life) is not None and not life.state.terminal:
                 return None
             if self._stepping:
                 raise RoomError(f"room {room} is opened by a finalizer or signal handler in the middle of another call; open it elsewhere")
             self.generation += 1
             self.apply(side, room, ev.Open(self.generation), group)
-            life = self._slots[side, room].state.life
-            assert life is not None and life.generation == self.generation
             opened = self._slots[side, room].room
-            assert opened is not None
+            assert opened is not None and opened.key.generation == self.generation
             return opened
 
     def apply(self, side: Side, room: RoomId, event: ev.Event, group: PrefillGroup = NOWHERE) -> None:
@@ -124,7 +107,7 @@ class RoomTable:
 
         Called in the middle of a step, as a finalizer or a signal handler may, it leaves the event to be taken right after that step.
         """
-        with self.lock:
+        with self.aloud, self.lock:
             self._events.append((side, room, event, group))
             if self._stepping:
                 return
@@ -132,20 +115,26 @@ class RoomTable:
             watchers: list[Callable[[], None]] = []
             try:
                 while self._events:
-                    watchers += self._step(*self._events.popleft())
+                    self._effects = ()
+                    side, room, event, group = self._events.popleft()
+                    watchers += self._step(side, room, event, group)
+            except BaseException:
+                self._torn.append((side, room, self._effects))
+                raise
             finally:
-                self._stepping = False
+                self._stepping, self._effects = False, ()
         for watcher in watchers:
             watcher()
 
     def _step(self, side: Side, room: RoomId, event: ev.Event, group: PrefillGroup) -> list[Callable[[], None]]:
         """Returns who watches a room that has changed."""
-        slot = self._slots.get((side, room)) or _Slot(side, room, self._fresh(side, room))
+        slot = self._slots.get((side, room)) or _Slot(side, room, _FRESH[side](room, rank=self._rank))
         if self._orphans >= MAX_ORPHANS and isinstance(event, ev.Got) and isinstance(event.message, Join) and slot.state.empty:
             self._dropped.say(logging.WARNING, f"join of room {room} dropped: {MAX_ORPHANS} unknown rooms wait already; it joins again")
             return []
         before = slot.state
-        after, effects = _STEP[side](before, event)
+        after, self._effects = _STEP[side](before, event)
+        effects = self._effects
         if after is before and not effects:
             return []
         entry = None
@@ -158,14 +147,36 @@ class RoomTable:
         for effect in effects:
             if isinstance(effect, ev.Send):
                 self._outside.send(effect)
-                self.lock.said = True
+                self.aloud.said = True
             else:
                 self._carry_out(slot, effect)
         return slot.watchers if after is not before else []
 
+    def _mend(self, side: Side, room: RoomId, effects: tuple[ev.Effect, ...]) -> None:
+        """End a room in which a step stopped at an unknown place, as where a signal handler raises, and count anew what is counted."""
+        slot, now = self._slots.get((side, room)) or _Slot(side, room, _FRESH[side](room, rank=self._rank)), self._clock()
+        known = slot.room is not None
+        self._bring_up_to_date(slot, None, NOWHERE, now)
+        self._store(slot, slot.state, now)
+        if (life := slot.state.life) is not None:
+            text = f"room {room}: a call was interrupted in its middle by a signal handler that raised; open another attempt"
+            self.apply(side, room, ev.Fail(life.generation, Reason.of(FailureCode.INTERNAL, text, side, self._rank)))
+        for effect in effects:  # once more; tickets that start now are only ended
+            if isinstance(effect, ev.Cancel | ev.Forget) or (isinstance(effect, ev.Start) and slot.room is not None):
+                self._carry_out(slot, effect)
+        if slot.room is not None:
+            self._outside.cancel(slot.room.key)
+        if life is not None and not known:  # it was being opened, and nobody has it
+            self.apply(side, room, ev.Clear(life.generation))
+        for watcher in slot.watchers:
+            watcher()
+        states = [slot.state for slot in self._slots.values()]
+        self._orphans, self.arriving = sum(state.orphan for state in states), sum(state.arriving for state in states)
+        self.receiving = sum(this == "decode" for this, _ in self._slots)
+
     def clear(self, record: Room) -> None:
         """Drop one lifetime; a live one is aborted first (C3), so that its record shows how it ended."""
-        with self.lock:
+        with self.aloud, self.lock:
             if record.cleared:
                 return
             side, generation = record.key.side, record.key.generation
@@ -173,12 +184,9 @@ class RoomTable:
                 self.apply(side, record.id, ev.Fail(generation, ev.cleared(record.id, side, self._rank)))
             self.apply(side, record.id, ev.Clear(generation))
 
-    def _fresh(self, side: Side, room: RoomId) -> State:
-        return sender_state.Sender(room, rank=self._rank) if side == "prefill" else receiver_state.Receiver(room, rank=self._rank)
-
     def apply_all(self, event: ev.Lost | ev.Fenced, side: Side | None = None) -> None:
         """Tell every room (of one side) of something that happened to a peer."""
-        with self.lock:
+        with self.aloud, self.lock:
             for this_side, room in list(self._slots):
                 if side in (None, this_side):
                     self.apply(this_side, room, event)
@@ -218,8 +226,7 @@ class RoomTable:
         if state.empty:
             if self._slots.pop((side, slot.id), None) is not None:
                 self.receiving -= side == "decode"
-            self._stop_resends(slot)
-            return
+            return self._stop_resends(slot)
         if before.empty:
             self._slots[side, slot.id] = slot
             self.receiving += side == "decode"
@@ -250,8 +257,7 @@ class RoomTable:
             elif isinstance(effect, ev.Forget):
                 self._outside.forget(key)
             else:
-                record = self._records.get(key)
-                if record is not None:
+                if (record := self._records.get(key)) is not None:
                     record.unproven = True
                 self._outside.unproven(key, effect)
 
@@ -259,8 +265,10 @@ class RoomTable:
 
     def tick(self, now: float) -> float | None:
         """Fire what is due; returns when the next timer is. Called by the control thread."""
-        with self.lock:
+        with self.aloud, self.lock:
             failed: Exception | None = None
+            while self._torn:
+                self._mend(*self._torn.pop())
             for alarm in self._alarms.timers.take_due(now):
                 try:
                     self._go_off(alarm.owner, alarm, now)
@@ -285,7 +293,7 @@ class RoomTable:
         self.flight.note(slot.side, slot.id, "said again", sends)
         for send in sends:
             self._outside.send(send)
-        self.lock.said = True
+        self.aloud.said = True
         delay = min(2 * alarm.delay_s, self._last_resend_s * (1 - slot.id.number % SPREAD / (2 * SPREAD)))
         self._alarms.arm(alarm, delay, now + -(now + delay) % TOGETHER_S)
 
@@ -294,18 +302,13 @@ class RoomTable:
     def get(self, side: Side, room: RoomId) -> Room | None:
         """The stored lifetime's record."""
         with self.lock:
-            slot = self._slots.get((side, room))
-            return slot.room if slot is not None else None
+            return slot.room if (slot := self._slots.get((side, room))) is not None else None
 
     def release_safe(self, key: RoomKey) -> bool:
         """R1 for one lifetime, stored or not."""
         with self.lock:
             slot = self._slots.get((key.side, RoomId(key.number, key.attempt)))
-            if slot is None:
-                return True
-            if isinstance(slot.state, sender_state.Sender):
-                return sender_state.release_safe(slot.state, key.generation)
-            return receiver_state.release_safe(slot.state, key.generation)
+            return slot is None or _SAFE[key.side](slot.state, key.generation)
 
     def seeks_route(self, record: Room) -> bool:
         """Whether a receiver's lifetime still needs to know its sender ranks: to join them, or to tell them that it failed."""
@@ -344,8 +347,7 @@ class RoomTable:
     def states(self) -> Iterator[tuple[Side, RoomId, State, Room | None]]:
         """A snapshot of all slots."""
         with self.lock:
-            slots = [(side, room, slot.state, slot.room) for (side, room), slot in self._slots.items()]
-        return iter(slots)
+            return iter([(side, room, slot.state, slot.room) for (side, room), slot in self._slots.items()])
 
     def waiting(self) -> list[RoomId]:
         """Senders here that no destination has met yet."""

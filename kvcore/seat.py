@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 
@@ -27,8 +26,10 @@ class Seat:
                 self._taken = False
             return True
         finally:
-            with contextlib.suppress(RuntimeError):  # another thread's
+            try:  # no ``suppress``: a signal handler may raise in any call that comes before this one
                 self._lock.release()
+            except RuntimeError:  # another thread's
+                pass
 
     def __enter__(self) -> None:
         self._lock.acquire()

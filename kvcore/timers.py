@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
+from itertools import islice
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 class Timers(Generic[Key]):
-    """Keys with a time at which they are due. Not thread-safe: its owner's lock guards it."""
+    """Keys with a time at which they are due. Not thread-safe: its owner's lock guards it. A signal handler may raise in the middle of any
+    call: whatever is queued has a delay then, and what has a delay need not be queued."""
 
     def __init__(self) -> None:
         self._queues: dict[float, OrderedDict[Key, float]] = {}
@@ -22,21 +24,23 @@ class Timers(Generic[Key]):
     def arm(self, key: Key, delay: float, now: float) -> None:
         """Have ``key`` due ``delay`` seconds from ``now``; one that is armed already starts anew."""
         self.cancel(key)
+        queue = self._queues.setdefault(delay, OrderedDict())
         self._delay_of[key] = delay
-        self._queues.setdefault(delay, OrderedDict())[key] = now + delay
+        queue[key] = now + delay
 
     def cancel(self, key: Key) -> None:
         """Forget ``key``; harmless if it is not armed."""
-        delay = self._delay_of.pop(key, None)
+        delay = self._delay_of.get(key)
         if delay is not None:
-            queue = self._queues[delay]
-            del queue[key]
+            queue = self._queues.setdefault(delay, OrderedDict())
+            queue.pop(key, None)
             if not queue:
                 del self._queues[delay]
+            self._delay_of.pop(key, None)
 
     def next_due(self) -> float | None:
         """When the first key is due; None if none is armed."""
-        return min((next(iter(queue.values())) for queue in self._queues.values()), default=None)
+        return min((at for queue in self._queues.values() for at in islice(queue.values(), 1)), default=None)
 
     def take_due(self, now: float) -> list[Key]:
         """Remove and return all keys that are due, those with the shortest delay first."""

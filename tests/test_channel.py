@@ -20,6 +20,7 @@ from kvcore.faults import ControlTap
 from kvcore.seat import Seat
 from kvcore.wire import MAX_LETTER_BYTES, Letter
 from tests.helpers import duo, stays, wait_until
+from tests.interrupts import everywhere
 
 
 class Port:
@@ -286,6 +287,13 @@ def test_a_seat_is_free_again_whatever_a_signal_handler_raises_and_taken_for_one
     with seat:
         assert not elsewhere() and not seat.attempt(lambda: None) and not elsewhere()
     assert elsewhere()
+
+
+def test_a_seat_is_free_again_wherever_a_signal_handler_raises() -> None:
+    seat = Seat()
+    with ThreadPoolExecutor(1) as other:
+        for _ in everywhere(lambda: seat.attempt(lambda: None), ("call",)):
+            assert other.submit(seat.attempt, lambda: None).result(5)
 
 
 def test_send_s_a_route_knows_since_when_nothing_could_be_sent() -> None:

@@ -23,6 +23,7 @@ from kvcore.stories import ANSWERS_PER_S, BUSY, GONE, NO_ANSWER, Stories
 from kvcore.wire import MAX_STORY, Explain, Story
 from tests.commands import kvcore, one_line
 from tests.helpers import Duo, duo, ended, manager, memory, wait_until
+from tests.interrupts import everywhere
 from tests.secured import TOKEN, certificate
 
 ROOM = RoomId(7)
@@ -74,6 +75,22 @@ def test_it_keeps_the_newest_and_no_page_lists() -> None:
         record.note("prefill", RoomId(8), "more")
     assert len(record) == MOST_ENTRIES and record.of("prefill", ROOM) == []
     assert len(record.of("prefill", RoomId(8))) == MOST_TOLD
+
+
+def test_whatever_a_signal_handler_raises_it_goes_on_and_forgets_what_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcore.flight.MOST_ENTRIES", 4)
+    record, rooms = FlightRecord(), [RoomId(number) for number in range(3)]
+
+    def note_each() -> None:
+        for room in rooms:
+            record.note("prefill", room, "x")
+
+    for _ in everywhere(note_each, ("call", "line"), ("kvcore/flight.py",)):
+        note_each()
+        assert len(record) <= 4
+    for _ in range(5):
+        record.note("prefill", ROOM, "x")
+    assert len(record.of("prefill", ROOM)) == 4 and len(record._rooms) == 1
 
 
 def test_every_event_and_effect_has_words() -> None:

@@ -53,9 +53,10 @@ def test_it_is_said_a_moment_after_it_was_first_looked_at() -> None:
 
 def test_of_a_room_that_has_ended_or_is_gone_nothing_is_said() -> None:
     stage = Stage()
-    for number, state in ((1, KVPoll.SUCCESS), (2, KVPoll.FAILED), (3, KVPoll.TRANSFERRING)):
+    for number, state in ((1, KVPoll.SUCCESS), (2, KVPoll.FAILED), (3, KVPoll.TRANSFERRING), (4, KVPoll.TRANSFERRING)):
         stage.add(number, state)
     del stage.rooms[3]
+    stage.rooms[4] = Room(RoomId(4), RoomKey("prefill", 4, 0, 2), Life(2, KVPoll.BOOTSTRAPPING), Meter(0.0))  # cleared, and opened again
     assert stage.late.tell(5.0) == stage.late.tell(9.0) == math.inf
     assert not stage.said and not len(stage.late)
 
@@ -105,3 +106,18 @@ def test_also_of_a_room_without_tickets_it_is_said_before_the_control_thread_has
         wait_until(lambda: receiver.poll() is KVPoll.TRANSFERRING)
         sender.send([], last=True)
         ended(receiver, KVPoll.SUCCESS)
+
+
+def test_where_the_progress_thread_says_nothing_the_control_thread_does_so_a_moment_after_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the turn after that, which is a second later."""
+    fake = install(monkeypatch, MemoryBackend)
+    with running(fake) as (pair,):
+        core, found = pair.prefill._core, list[float | None]()
+        monkeypatch.setattr(
+            core._late, "_find", lambda *_: Room(RoomId(1), RoomKey("prefill", 1, 0, 1), Life(1, KVPoll.TRANSFERRING), Meter(0.0))
+        )
+        core._ledger.stop(SOON_S)
+        core._late.add(ev.Send("nobody", Status(1, 0, 1, 1, KVPoll.TRANSFERRING)))
+        core.on_control(lambda: found.append(core._tick(5.0)))
+        wait_until(lambda: found)
+        assert found == [5.0 + LATE_S]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import random
 import threading
@@ -18,7 +19,7 @@ import pytest
 import zmq
 
 import kvcore
-from kvcore import Config, ConfigError, FailureCode, Handle, KVManager, KVPoll, PageError, Pool, RoomError, hookimpl
+from kvcore import BackendLoadError, Config, ConfigError, FailureCode, Handle, KVManager, KVPoll, PageError, Pool, RoomError, hookimpl
 from kvcore.faults import ControlTap
 from kvcore.protocol.messages import Join
 from kvcore.wire import Ping, Stranger, encode
@@ -822,3 +823,32 @@ def test_wrong_addresses_of_prefill_are_told(pair: Duo) -> None:
     stays(lambda: not receiver.poll().terminal or receiver.failure is not None, 0.2)
     receiver.clear()
     pair.transfer([1], [2])
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_where_a_thread_cannot_be_started_nothing_of_the_manager_is_left(
+    role: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    arrays, start = memory(4), threading.Thread.start
+    manager(role, arrays).close()
+    before = len(os.listdir("/proc/self/fd")), own_threads()
+    for most in itertools.count():
+        left = iter(range(most))
+
+        def refuse(thread: threading.Thread, left: Iterator[int] = left) -> None:
+            if next(left, None) is None:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            try:
+                started = manager(role, arrays)
+            except (RuntimeError, BackendLoadError):
+                continue
+        started.close()
+        break
+    assert most > 4
+    gc.collect()
+    assert (len(os.listdir("/proc/self/fd")), own_threads()) == before
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

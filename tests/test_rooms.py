@@ -18,7 +18,7 @@ from kvcore.protocol.messages import Abort, Destination, Here, Join, Status
 from kvcore.room import Room
 from kvcore.rooms import RoomTable
 from kvcore.states import Reason, RoomId, RoomKey
-from kvcore.table_lock import TableLock
+from kvcore.table_lock import Aloud
 from kvcore.wire import Letter
 from tests.helpers import (
     BACKENDS,
@@ -36,6 +36,7 @@ from tests.helpers import (
     stores_empty,
     wait_until,
 )
+from tests.interrupts import everywhere
 
 PAGES = [3, 8, 1]
 
@@ -491,8 +492,8 @@ def test_what_several_steps_say_is_sent_once_the_table_is_let_go() -> None:
         threading.Thread(target=look, daemon=True).start()
         assert free.wait(10)
 
-    outside.table.lock = TableLock(settle)
-    with outside.table.lock:
+    outside.table.aloud = Aloud(outside.table.lock, settle)
+    with outside.table.aloud, outside.table.lock:
         met(outside, sender)
         sender.abort()
         assert len(outside.told) == 2 and not sent
@@ -667,3 +668,43 @@ def test_s1_an_abort_in_the_middle_of_a_step_is_taken_right_after_it(pair: Duo) 
         ended(receiver, KVPoll.FAILED)
     finally:
         core.changed = changed  # type: ignore[method-assign]
+
+
+STEPPING = tuple(
+    f"kvcore/{name}.py" for name in ("rooms", "table_lock", "alarms", "timers", "flight", "ledger", "core", "handles", "manager")
+)
+
+
+def test_whatever_a_signal_handler_raises_in_a_call_its_room_ends_and_nothing_of_it_is_left() -> None:
+    """Within its limits, which are short."""
+    with duo(bootstrap_s=3.0, input_s=3.0, transfer_s=3.0) as pair:
+        interrupted_calls(pair.pair())
+
+
+def interrupted_calls(pair: Duo) -> None:
+    opened: list[list[Handle]] = []
+
+    def transfer() -> None:
+        opened.append(handles := [])
+        room = number()
+        handles.append(sender := pair.prefill.sender(room))
+        handles.append(receiver := pair.decode.receiver(room, pair.prefill.address))
+        receiver.receive([1])
+        sender.send([1], last=True)
+        receiver.abort()
+        receiver.clear()
+
+    for _ in everywhere(transfer, ("call",), STEPPING):
+        pass
+    for handles in opened:
+        for handle in handles:
+            if len(handles) == 2 and all(each.poll() is not KVPoll.BOOTSTRAPPING for each in handles):
+                assert handle.wait(SOON_S / 2).terminal, handle
+            handle.clear()
+    del handle, handles
+    opened.clear()
+    gc.collect()
+    pair.stores_empty()
+    for table in (pair.prefill._core.table, pair.decode._core.table):
+        assert not table.receiving and not table.arriving and not table._orphans
+    pair.transfer([1], [2])

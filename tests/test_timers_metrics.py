@@ -13,6 +13,7 @@ from kvcore.metrics import COUNTERS, GAUGES, SUMMARIES, Meter, Metrics, Transfer
 from kvcore.protocol.events import Timer
 from kvcore.states import FailureCode, KVPoll
 from kvcore.timers import Timers
+from tests.interrupts import everywhere
 
 # --- timers
 
@@ -27,6 +28,25 @@ def test_what_is_due_comes_once_and_in_time() -> None:
     assert timers.take_due(101.0) == [] and timers.next_due() == 105.0
     assert timers.take_due(200.0) == ["late"]
     assert len(timers) == 0 and timers.next_due() is None
+
+
+@pytest.mark.parametrize("delay", [1.0, 2.0])
+def test_whatever_a_signal_handler_raises_timers_go_on(delay: float) -> None:
+    """In the middle of arming and of cancelling one, alone with its delay or not."""
+    timers: Timers[str] = Timers()
+
+    def both() -> None:
+        timers.arm("a", 1.0, 0.0)
+        timers.arm("a", delay, 0.0)
+        timers.cancel("a")
+
+    for _ in everywhere(both, ("call", "line"), ("kvcore/timers.py",)):
+        timers.arm("b", 1.0, 0.0)
+        assert timers.next_due() in (0.0 + 1.0, 0.0 + 2.0)
+        due = timers.take_due(2.0)
+        assert "b" in due and timers.take_due(9.0) == [] and timers.next_due() is None
+        timers.cancel("a")
+        assert len(timers) == 0
 
 
 def test_arming_again_starts_anew() -> None:

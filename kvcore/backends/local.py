@@ -198,7 +198,11 @@ class LocalBackend:
             if self._listener.broken:
                 connection.sock.close()
                 raise ConnectionError("backend local is closed")
-            connection.thread.start()
+            try:
+                connection.thread.start()
+            except RuntimeError as error:  # no more threads are to be had
+                connection.sock.close()
+                raise ConnectionError(str(error)) from error
             self._connections = {one for one in self._connections if one.thread.is_alive()} | {connection}
 
     def _run(self, connection: Connection, work: Callable[[Connection], None]) -> None:

@@ -93,7 +93,7 @@ class Node:
     def peers_get(self, instance: str) -> Peer | None:
         return self.peers.get(instance)
 
-    # --- rooms.Outside
+    # --- room.Outside
 
     def send(self, effect: ev.Send) -> None:
         self.world.rules.said(self, effect)
