@@ -73,7 +73,7 @@ ROOMS = (
         "a clear that forgets the timer of its resends",
         script.nobody_is_there,
         "C7",
-        ("rooms", "            self._stop_resends(slot)\n            return", "            return"),
+        ("rooms", "            return self._stop_resends(slot)", "            return"),
     ),
     _mutant(
         "a timer that is not cancelled",
@@ -128,14 +128,13 @@ ROOMS = (
         "release safety of whichever lifetime is stored",
         script.old_handles,
         "R1 R5",
-        ("rooms", "return sender_state.release_safe(slot.state, key.generation)", "return sender_state.release_safe(slot.state, (slot.state.life or key).generation)"),
-        ("rooms", "return receiver_state.release_safe(slot.state, key.generation)", "return receiver_state.release_safe(slot.state, (slot.state.life or key).generation)"),
+        ("rooms", "_SAFE[key.side](slot.state, key.generation)", "_SAFE[key.side](slot.state, (slot.state.life or key).generation)"),
     ),
     _mutant(
         "pages of a room that is cleared are safe",
         tickets.clear_with_a_ticket_in_flight,
         "R1 R5",
-        ("rooms", "            if slot is None:\n                return True\n", "            if slot is None or slot.room is None:\n                return True\n"),
+        ("rooms", "return slot is None or _SAFE", "return slot is None or slot.room is None or _SAFE"),
     ),
     _mutant(
         "an abort that cancels nothing",
@@ -165,7 +164,7 @@ ROOMS = (
         "a resend that comes once",
         script.letters_are_lost,
         "P6 S8",
-        ("rooms", "        self._alarms.arm(alarm, min(2 * alarm.delay_s, longest), now)\n", ""),
+        ("rooms", "        self._alarms.arm(alarm, delay, now + -(now + delay) % TOGETHER_S)\n", ""),
     ),
     _mutant(
         "a resend that says nothing",
@@ -183,7 +182,7 @@ ROOMS = (
         "a terminal room that cannot be replaced",
         script.old_handles,
         "C6",
-        ("rooms", "slot.state.life is not None and not slot.state.life.state.terminal:", "slot.state.life is not None:"),
+        ("rooms", "is not None and (life := slot.state.life) is not None and not life.state.terminal:", "is not None and slot.state.life is not None:"),
     ),
 )  # fmt: skip
 
