@@ -231,6 +231,16 @@ def test_a_page_has_what_was_measured_and_its_plots(command: str, written: dict[
     assert not re.search(r"mathdefault|#0102[0-9a-f]{2}", text) and "var(--text)" in text and "prefers-color-scheme: dark" in text
 
 
+@pytest.mark.parametrize("command", MEASURED)
+def test_a_page_says_of_what_repeats_its_figures_are(command: str, written: dict[str, Path]) -> None:
+    told, said = read(written[command]), " ".join(Seen(written[command].with_suffix(".html").read_text()).texts)
+    pooled = {
+        figure.name for result in told.results for figure in figures(result) if re.search(r"p99|max", figure.name) and not figure.each
+    }
+    assert ("of all repeats together" in said) is bool(pooled)
+    assert "median least most" not in " ".join(said.split()), "not every figure is one"
+
+
 def test_a_page_shows_what_grows_with_the_rooms_that_wait(written: dict[str, Path]) -> None:
     told, growth = read(written["bench rooms"]), ["Latency beside rooms that wait", "CPU time beside rooms that wait"]
     beside = [{**result, "waiting": waiting} for waiting in (1000, 10) for result in told.results]

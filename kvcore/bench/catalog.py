@@ -51,7 +51,13 @@ RANKS = (
     "these are of two processes."
 )
 """Read where there are several."""
-SPREAD = "A figure is the median of the repeats; the least and the most of them stand beside it, and as a thin line in the plots."
+SPREAD = (
+    "A figure that each repeat has one of is their median; the least and the most of them stand beside it, and as a thin line in the plots."
+)
+TOGETHER = (
+    "Times of which each repeat has many, one a room or request, are of all repeats together: their median, their percentiles and the most "
+    "of them. The least and the most beside such a figure are of the repeats' own; where none stand, it is of all together only."
+)
 
 MEASUREMENTS = {
     "bench rooms": Measurement(
@@ -68,6 +74,7 @@ MEASUREMENTS = {
             "With one room in flight, latency over the wire (latency_over_wire) is the latency over the engine's own transfer and the "
             "control messages it cannot do without, each half a round trip of the bare machine: 1 would be as fast as the wire.",
             SPREAD,
+            TOGETHER,
         ),
     ),
     "bench bandwidth": Measurement(
@@ -82,7 +89,7 @@ MEASUREMENTS = {
         ("aborted_by", "rooms"),
         "How long it takes, while many rooms are live, until the other side of a room knows that it was aborted: from the call of abort "
         "on one side until a thread of the other side that waits for the room has seen FAILED.",
-        ("The distribution is of all rooms of all repeats.", SPREAD),
+        (TOGETHER,),
     ),
     "bench kill": Measurement(
         "kill",
@@ -95,7 +102,7 @@ MEASUREMENTS = {
             "The liveness limit (liveness_s) counts from the last message that the side sent before it was struck, not from the signal.",
             "That a process is gone is seen on the same host before the liveness limit; across hosts there is only its silence, for which "
             "a process stands here that is stopped.",
-            SPREAD,
+            TOGETHER,
         ),
     ),
     "bench idle": Measurement(
@@ -107,7 +114,7 @@ MEASUREMENTS = {
         (
             "100 % would be one core that is always busy.",
             "Memory is what is resident and no other's, over what was before the rooms were opened, by room. The flight record is full "
-            "before that: it is bounded, and no room's.",
+            "before that: it is bounded, and no room's. It is measured once.",
             SPREAD,
         ),
     ),
@@ -127,6 +134,7 @@ MEASUREMENTS = {
             "The engine alone moves the pages of one request after the other, while requests of a trace come at their own times, some "
             "of them together.",
             SPREAD,
+            TOGETHER,
         ),
     ),
     "bench plan": Measurement(

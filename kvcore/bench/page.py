@@ -88,7 +88,7 @@ def _figures(report: Report, result: Mapping[str, Any]) -> str:
         f"<tr><td>{escape(one.name)}</td>{''.join(_number(each) for each in (one.value, *_ends(one.each)))}</tr>"
         for one in figures(result, {*measurement.names, *report.parameters})
     )
-    head = "<tr><th>figure</th><th class='number'>median</th><th class='number'>least</th><th class='number'>most</th></tr>"
+    head = "<tr><th>figure</th><th class='number'>value</th><th class='number'>least</th><th class='number'>most</th></tr>"
     return f"<div class='wide'><table><caption>{escape(measurement.name(result))}</caption>{head}{rows}</table></div>"
 
 
