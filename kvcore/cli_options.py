@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import secrets
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,10 +60,21 @@ def _read_options(file: str) -> dict[str, Any]:
     return options
 
 
-def folder_exists(path: Path | None) -> Path | None:
-    """A callback of an option for a file to be written: where its folder is missing, that is wrong usage."""
-    if path is not None and str(path) != "-" and not path.parent.is_dir():
+def writable(path: Path | None) -> Path | None:
+    """A callback of an option for a file to be written: what cannot be is wrong usage, and told before there is anything to lose. It is
+    tried by what leaves nothing behind."""
+    if path is None or str(path) == "-":
+        return path
+    if not path.parent.is_dir():
         raise typer.BadParameter(f"folder {str(path.parent)!r} does not exist")
+    try:
+        if _there(path) and not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if not _as_it_is(path):
+            with _beside(path):
+                pass
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be written ({error.strerror}); choose another file") from error
     return path
 
 
@@ -71,9 +87,7 @@ Host = Annotated[str, typer.Option(metavar="ADDRESS", callback=_named, help="Add
 Timeout = Annotated[float, typer.Option(callback=seconds, help=f"Seconds without a sign of life before giving up, 1 to {MOST_S:g}.")]
 JsonFile = Annotated[
     Path | None,
-    typer.Option(
-        "--json", metavar="FILE", dir_okay=False, callback=folder_exists, help="Write one JSON object there; - prints it instead."
-    ),
+    typer.Option("--json", metavar="FILE", dir_okay=False, callback=writable, help="Write one JSON object there; - prints it instead."),
 ]
 
 
@@ -89,8 +103,41 @@ def tell_json(path: Path | None, value: dict[str, Any], table: Sequence[str]) ->
 
 
 def write(path: Path, text: str, option: str) -> None:
-    """Write to the file of an option."""
+    """Write to the file of an option: all of it, or what the file held stays there."""
     try:
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        if _as_it_is(path):
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")
+            return
+        with _beside(path) as (part, target):
+            part.write_text(text, encoding="utf-8", errors="backslashreplace")
+            if target.exists():
+                shutil.copymode(target, part)
+            part.replace(target)
     except OSError as error:
         raise ToolError(f"{path} cannot be written ({error.strerror}); choose another file for {option}") from error
+
+
+def _there(path: Path) -> bool:
+    """``OSError`` for a name that no file can have."""
+    with suppress(FileNotFoundError):
+        path.stat()
+        return True
+    return False
+
+
+def _as_it_is(path: Path) -> bool:
+    """Whether it is no plain file, such as a pipe, or names one that is open, such as /dev/stdout: nothing takes the place of these."""
+    folder = Path(os.path.realpath(path.parent))
+    return path.exists() and (not path.is_file() or str(folder) == "/dev" or folder.parts[1:2] == ("proc",))
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[tuple[Path, Path]]:
+    """A new file in the folder of the one that the path leads to, and this; the new one is gone afterwards, if it was not renamed."""
+    target = Path(os.path.realpath(path))
+    part = target.with_name(f".kvcore-{secrets.token_hex(8)}")
+    part.touch(exist_ok=False)
+    try:
+        yield part, target
+    finally:
+        part.unlink(missing_ok=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +12,7 @@ from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import jsonschema
@@ -306,6 +309,64 @@ def test_what_was_measured_is_told_though_a_file_of_it_cannot_be_written(
     out, err = capsys.readouterr()
     assert "8 scattered pages" in out and one_line(err) and f"choose another file for {bad}" in err
     assert (tmp_path / "good").stat().st_size
+
+
+@pytest.mark.parametrize("option", ["--html", "--json"])
+def test_a_report_that_cannot_be_written_leaves_the_one_before(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = plan.Case(8, 2, scattered=True, cut=4, target_ms=1000.0)
+    monkeypatch.setattr(plan, "measure", lambda parameters: [plan.Result(case, 0.5, (0.5,))])
+    before, link = tmp_path / "report", tmp_path / "link"
+    before.write_text("before")
+    before.chmod(0o640)
+    link.symlink_to(before)
+
+    def cut_off(path: Path, text: str, **_: object) -> None:
+        path.write_bytes(text[:9].encode())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", cut_off)
+        assert cli.run(["bench", "plan", option, str(link)]) == 1
+    out, err = capsys.readouterr()
+    assert "8 scattered pages" in out and one_line(err) and f"choose another file for {option}" in err
+    assert before.read_text() == "before" and {*tmp_path.iterdir()} == {before, link}
+    assert cli.run(["bench", "plan", option, str(link)]) == 0
+    assert "8 scattered pages" in before.read_text() or json.loads(before.read_text())["results"]
+    assert link.is_symlink() and before.stat().st_mode & 0o777 == 0o640 and {*tmp_path.iterdir()} == {before, link}
+
+
+@pytest.mark.parametrize("given", ["/dev/stdout", "/proc/self/fd/1", "fifo"])
+def test_what_is_no_plain_file_is_written_to_as_it_is(given: str, tmp_path: Path) -> None:
+    path, out = Path(given) if given != "fifo" else tmp_path / "fifo", tmp_path / "out"
+    if given == "fifo":
+        os.mkfifo(path)
+    command = ["bench", "plan", "--repeats", "1", "--json", str(path)]
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(path.read_text) if given == "fifo" else None
+        done = kvcore(*command, shell=f"> {out}")
+        text = read.result(timeout=60) if read is not None else out.read_text()
+    assert done.returncode in (0, 1) and json.loads(text[text.index("{") :])["command"] == "bench plan"
+    assert {*tmp_path.iterdir()} == {out, *([path] if given == "fifo" else [])}
+
+
+@pytest.mark.parametrize("option", ["--html", "--json"])
+@pytest.mark.parametrize("where", ["/proc/x.json", "locked", "read-only", "x" * 300])
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    where: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan, "measure", lambda _: pytest.fail("it is told before anything is measured"))
+    monkeypatch.chdir(tmp_path)
+    Path("read-only").write_text("before")
+    if where == "locked":
+        monkeypatch.setattr(Path, "touch", Mock(side_effect=PermissionError(errno.EACCES, os.strerror(errno.EACCES))))
+    if where == "read-only":  # who runs the tests may be one to whom all is allowed
+        monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "read-only" or mode != os.W_OK)
+    assert cli.run(["bench", "plan", option, where]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and one_line(err) and f"{where} cannot be written (" in err and "choose another file" in err
+    assert [each.name for each in tmp_path.iterdir()] == ["read-only"] and Path("read-only").read_text() == "before"
 
 
 @pytest.mark.parametrize("command", ["plan", "idle"])

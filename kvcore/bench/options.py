@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcore.bench.ranks import ALONE, Ranks
-from kvcore.cli_options import Backend, Host, JsonFile, Options, Timeout, folder_exists, tell_json, write
+from kvcore.cli_options import Backend, Host, JsonFile, Options, Timeout, tell_json, writable, write
 from kvcore.installed import find_backend
 from kvcore.progress import progress
 from kvcore.sides import ToolError
@@ -28,7 +28,7 @@ def _html_file(path: Path | None) -> Path | None:
         raise ToolError("--html draws with matplotlib, which is not installed; run: pip install 'kvcore[html]'")
     if str(path) == "-":
         raise typer.BadParameter("a page is not printed; name a file")
-    return folder_exists(path)
+    return writable(path)
 
 
 HtmlFile = Annotated[
