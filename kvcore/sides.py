@@ -125,6 +125,11 @@ class Sides(Generic[S]):
         for place in self._all:
             self._start(command, work, place, settings, debug)
 
+    def begin(self, row: str, text: str) -> None:
+        """Say what all are about to do: to who watches, and for the error if one never gets there."""
+        self._doing = dict.fromkeys(self._all, text)
+        self._watch(row, text)
+
     @property
     def places(self) -> Sequence[Place]:
         """All processes that take part, prefill's first."""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvcore import cli
-from kvcore.bench import bandwidth, floor, idle, kill, memory, plan, rooms
+from kvcore.bench import abort, bandwidth, floor, idle, kill, memory, plan, rooms, trace
 from kvcore.bench.bare import Bare
 from kvcore.bench.report import machine
+from kvcore.bench.scheduler import Parameters as Played
 from kvcore.bench.setup import GIB, Measured, Setup
 from kvcore.bench.socket_floor import SocketFloor
+from kvcore.progress import Watch
 from kvcore.sides import ToolError
 from tests.commands import kvcore, one_line
 from tests.helpers import ROOT
@@ -351,16 +354,34 @@ def test_rooms_that_cannot_meet_fail_the_measurement_of_aborts(tmp_path: Path) -
     assert one_line(done.stderr) and "link down" in done.stderr
 
 
+DYING: dict[str, tuple[Callable[[Watch], object], str]] = {
+    "rooms": (lambda watch: rooms.measure(Setup("local"), rooms.Parameters(in_flight=(2,)), watch), "2 in flight, from open, warming up"),
+    "bandwidth": (
+        lambda watch: bandwidth.measure(Setup("local"), bandwidth.Parameters(page_bytes=(4096,)), watch),
+        "scattered pages of 4096 bytes, warming up",
+    ),
+    "abort": (lambda watch: abort.measure(Setup("local"), abort.Parameters(), watch), "aborts by prefill, 1 of 3"),
+    "kill": (lambda watch: kill.measure(Setup("local"), kill.Parameters(), watch), "SIGKILL to prefill, 1 of 3"),
+    "idle": (
+        lambda watch: idle.measure(Setup("local"), idle.Parameters(1, 30.0), watch),
+        "(0 waiting|opening 0|window 1 of 3).*",
+    ),
+    "trace": (lambda watch: trace.measure(Setup("local"), Played(ROOT / "examples" / "trace.jsonl", 8, 100.0), watch), "warming up"),
+}
+"""Measurements, and what they are doing when they have begun."""
+
+
+@pytest.mark.parametrize("command", DYING)
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_process_that_dies_ends_the_measurement(side: str) -> None:
-    def kill(row: str, text: str) -> None:
+def test_a_process_that_dies_ends_the_measurement_which_says_what_it_did(side: str, command: str) -> None:
+    def strike(row: str, text: str) -> None:
         if row == "measuring":
             for process in multiprocessing.active_children():
                 if process.name == f"kvcore-bench-{side}":
                     process.kill()
 
-    with pytest.raises(
-        ToolError, match=rf"the {side} process has died \(exit code -9, SIGKILL, doing: .*\); by the kernel for want of memory"
-    ):
-        idle.measure(Setup("local"), idle.Parameters(rooms=1, window_s=30.0), kill)
+    measure, doing = DYING[command]
+    said = rf"the {side} process has died \(exit code -9, SIGKILL, doing: {doing}\); by the kernel for want of memory"
+    with pytest.raises(ToolError, match=said):
+        measure(strike)
     assert multiprocessing.active_children() == []

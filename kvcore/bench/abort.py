@@ -56,8 +56,8 @@ def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
     with started(work, setup, (setup, parameters), watch) as sides:
         for aborting, other in (SIDES, SIDES[::-1]):
             took = list[list[float]]()
-            for _ in range(parameters.repeats):
-                watch("measuring", f"aborts by {aborting}")
+            for repeat in range(1, parameters.repeats + 1):
+                sides.begin("measuring", f"aborts by {aborting}, {repeat} of {parameters.repeats}")
                 sides.tell_both(Go(aborting))
                 sides.hear_all(Ready)
                 sides.tell_both(Go())

@@ -99,7 +99,7 @@ def _measure(setup: Setup, parameters: Parameters, watch: Watch) -> Result:
         nbytes = pages_of(parameters, page_bytes) * page_bytes
         floor = Turns(sides, meet(sides), nbytes / 1e9, nbytes) if setup.ranks.alone else NoTurns()
         for repeat in range(parameters.repeats + 1):
-            watch(
+            sides.begin(
                 "measuring",
                 f"{order} pages of {page_bytes} bytes, " + (f"repeat {repeat} of {parameters.repeats}" if repeat else "warming up"),
             )

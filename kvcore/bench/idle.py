@@ -75,7 +75,7 @@ def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
     results = []
     with started(work, setup, (setup, parameters), watch) as sides:
         for rooms in (0, parameters.rooms):
-            watch("measuring", f"{rooms} waiting rooms")
+            sides.begin("measuring", f"{rooms} waiting rooms")
             sides.tell_both(Go())
             sides.hear_all(Ready)
             sides.tell_both(Go())

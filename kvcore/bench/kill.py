@@ -76,16 +76,17 @@ def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
         for struck in SIDES:
             repeats = []
             for repeat in range(1, parameters.repeats + 1):
-                watch("measuring", f"{sign} to {struck}, {repeat} of {parameters.repeats}")
-                repeats.append(_once(struck, signal.Signals[sign], setup, parameters, watch))
+                note = f"{sign} to {struck}, {repeat} of {parameters.repeats}"
+                repeats.append(_once(struck, signal.Signals[sign], setup, parameters, note, watch))
             results += [result(struck, sign, number, parameters, repeats) for number in range(len(STAGES))]
     return results
 
 
-def _once(struck: Side, sign: signal.Signals, setup: Setup, parameters: Parameters, watch: Watch) -> tuple[float, Ends]:
+def _once(struck: Side, sign: signal.Signals, setup: Setup, parameters: Parameters, note: str, watch: Watch) -> tuple[float, Ends]:
     """When it was struck, and what the other side saw."""
     living: Side = "decode" if struck == "prefill" else "prefill"
     with started(work, setup, (setup, parameters), watch) as sides:
+        sides.begin("measuring", note)
         sides.tell_both(Go(struck))
         sides.hear_all(Ready)
         at = sides.strike(struck, sign)

@@ -145,7 +145,7 @@ def measure(setup: Setup, parameters: Parameters, watch: Watch) -> list[Result]:
         for case, planned in batches(parameters).items():
             floor, repeats = Turns(sides, ways, parameters.rooms, moved) if ways is not None else NoTurns(), []
             for batch in planned:
-                watch("measuring", batch.note)
+                sides.begin("measuring", batch.note)
                 repeats.append(total([_measured(sides) for _ in batch.groups]))
                 floor.take() if len(repeats) > 1 else floor.warm_up()
             results.append(result(case, parameters, repeats[1:], floor.bare, floor.figures))

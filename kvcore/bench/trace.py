@@ -130,11 +130,11 @@ def play(setup: Setup, parameters: Parameters, requests: Sequence[Request], watc
     with Sides("bench", work, (setup, parameters, requests), setup.patience_s, watch, setup.debug) as sides:
         sides.tell("decode", sides.hear("prefill", Address))
         ways = meet(sides)
-        watch("measuring", "warming up")
+        sides.begin("measuring", "warming up")
         floor = _floor(sides, ways, parameters, _played(sides)["decode"].moved)
         floor.warm_up()
         for repeat in range(parameters.repeats):
-            watch("measuring", f"repeat {repeat + 1} of {parameters.repeats}")
+            sides.begin("measuring", f"repeat {repeat + 1} of {parameters.repeats}")
             repeats.append(_played(sides))
             floor.take()
         sides.close()
