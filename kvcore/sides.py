@@ -98,7 +98,8 @@ Work = Callable[[Side, S, Link], None]
 
 
 class Sides(Generic[S]):
-    """The driver's end: a process a side, called ``kvcore-<command>-<side>``, that runs ``work``. Leaving the context ends all.
+    """The driver's end: a process a side, called ``kvcore-<command>-<side>``, with its rank if the side has several, that runs ``work``.
+    Leaving the context ends all.
 
     ``patience_s``: seconds without a word from any before giving up. ``watch`` is told what each side is doing. ``ranks``: processes of
     each side, of which the first, rank 0, is meant where no rank is named.
@@ -116,6 +117,7 @@ class Sides(Generic[S]):
     ) -> None:
         self._patience_s = patience_s
         self._watch = watch
+        self._alone = {side: count == 1 for side, count in zip(SIDES, ranks, strict=True)}
         self._all: list[Place] = [(side, rank) for side, count in zip(SIDES, ranks, strict=True) for rank in range(count)]
         self._doing: dict[Place, str] = dict.fromkeys(self._all, "starting")
         self._processes: dict[Place, SpawnProcess] = {}
@@ -124,6 +126,11 @@ class Sides(Generic[S]):
         self._inbox: dict[Place, deque[object]] = {place: deque() for place in self._all}
         for place in self._all:
             self._start(command, work, place, settings, debug)
+
+    def named(self, place: Place) -> str:
+        """A process as people know it."""
+        side, rank = place
+        return side if self._alone[side] else f"{side} {rank}"
 
     def begin(self, row: str, text: str) -> None:
         """Say what all are about to do: to who watches, and for the error if one never gets there."""
@@ -173,7 +180,8 @@ class Sides(Generic[S]):
             self._listen()
         message = self._inbox[side, rank].popleft()
         if not isinstance(message, kind):
-            raise ToolError(f"expected {kind.__name__} from {side}, got {type(message).__name__}; this is a fault of kvcore, report it")
+            who = self.named((side, rank))
+            raise ToolError(f"expected {kind.__name__} from {who}, got {type(message).__name__}; this is a fault of kvcore, report it")
         return message
 
     def hear_both(self, kind: type[T]) -> dict[Side, T]:
@@ -208,7 +216,7 @@ class Sides(Generic[S]):
         for place, process in self._processes.items():
             process.join(max(0.0, deadline - time.monotonic()))
             if process.exitcode is None:
-                raise ToolError(f"the {named(place)} process does not end after all its work was done; run again with --debug")
+                raise ToolError(f"the {self.named(place)} process does not end after all its work was done; run again with --debug")
             while self._pipes[place].poll() and self._take(place):
                 pass
             if process.exitcode:
@@ -220,7 +228,7 @@ class Sides(Generic[S]):
     def _start(self, command: str, work: Work[S], place: Place, settings: S, debug: bool) -> None:
         context = multiprocessing.get_context("spawn")
         mine, theirs = context.Pipe()
-        name = f"kvcore-{command}-{named(place)}"
+        name = f"kvcore-{command}-{self.named(place)}"
         process = context.Process(target=_main, args=(work, place, settings, theirs, debug), name=name, daemon=True)
         with _interrupts_ignored():
             process.start()
@@ -231,9 +239,10 @@ class Sides(Generic[S]):
         places = {pipe: place for place, pipe in self._pipes.items()}
         heard = wait(list(places), timeout=self._patience_s)
         if not heard:
-            doing = "; ".join(f"{named(place)}: {self._doing[place]}" for place in self._all)
+            doing = "; ".join(f"{self.named(place)}: {self._doing[place]}" for place in self._all)
+            none = "neither" if len(self._all) == 2 else "no"
             raise ToolError(
-                f"neither process has said anything for {self._patience_s:g} s ({doing}); run again with --debug or a longer --timeout"
+                f"{none} process has said anything for {self._patience_s:g} s ({doing}); run again with --debug or a longer --timeout"
             )
         for pipe in heard:
             place = places[pipe]  # type: ignore[index]
@@ -247,10 +256,10 @@ class Sides(Generic[S]):
         except (EOFError, OSError):
             return False
         if isinstance(message, Failed):
-            raise ToolError(f"{named(place)}: {message.text}", message.trace)
+            raise ToolError(f"{self.named(place)}: {message.text}", message.trace)
         if isinstance(message, Progress):
             self._doing[place] = message.text
-            self._watch(named(place), message.text)
+            self._watch(self.named(place), message.text)
         else:
             self._inbox[place].append(message)
         return True
@@ -260,15 +269,9 @@ class Sides(Generic[S]):
         process.join(STOP_S)
         killed = "by the kernel for want of memory, if nobody else sent it; " if process.exitcode == -signal.SIGKILL else ""
         return ToolError(
-            f"the {named(place)} process has died ({_ending(process.exitcode)}, doing: {self._doing[place]}); {killed}"
+            f"the {self.named(place)} process has died ({_ending(process.exitcode)}, doing: {self._doing[place]}); {killed}"
             "run again with --debug to see what it last said"
         )
-
-
-def named(place: Place) -> str:
-    """A process as people know it."""
-    side, rank = place
-    return f"{side} {rank}" if rank else side
 
 
 def _ending(code: int | None) -> str:

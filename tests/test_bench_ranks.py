@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
@@ -25,7 +26,7 @@ from kvcore.bench.report import read, report, schema
 from kvcore.bench.setup import GIB, Measured, Setup, buffer_for, content, pool, together
 from kvcore.buffers import random_pages
 from kvcore.progress import unwatched
-from kvcore.sides import SIDES
+from kvcore.sides import SIDES, ToolError
 from tests.commands import kvcore as command, one_line
 from tests.made_backends import make_backend
 
@@ -138,6 +139,29 @@ def test_the_topology_is_told_everywhere(tmp_path: Path) -> None:
 def test_reports_of_all_commands_name_it(module: Any, parameters: Any) -> None:
     name = module.__name__.rpartition(".")[2]
     assert asdict(report(f"bench {name}", setup("p4d2"), parameters, []))["parameters"]["topology"] == "p4d2"
+
+
+# --- processes that fail
+
+
+@pytest.mark.parametrize(
+    ("topology", "first", "sign", "said"),
+    [
+        ("p2d1", "prefill 0", signal.SIGKILL, r"the prefill 0 process has died \(exit code -9, SIGKILL, doing: 0 waiting rooms\)"),
+        ("p1d2", "prefill", signal.SIGKILL, r"the prefill process has died \(exit code -9, SIGKILL, doing: 0 waiting rooms\)"),
+        ("p2d1", "", signal.SIGSTOP, "no process has said anything for 8 s .prefill 0: .*; prefill 1: .*; decode: "),
+    ],
+)
+def test_each_of_several_processes_has_a_name_of_its_own(topology: str, first: str, sign: signal.Signals, said: str) -> None:
+    def strike(row: str, text: str) -> None:
+        if row == "measuring":
+            for process in multiprocessing.active_children():
+                if not first or process.name == f"kvcore-bench-{first}":
+                    os.kill(process.pid or 0, sign)
+
+    with pytest.raises(ToolError, match=said):
+        idle.measure(replace(setup(topology), patience_s=8.0), idle.Parameters(1, 30.0), strike)
+    assert multiprocessing.active_children() == []
 
 
 # --- what is computed

@@ -8,7 +8,7 @@ from kvcore.demo.messages import Begin, Ended, Expected, Generated, Part, Ready,
 from kvcore.demo.report import PromptResult, Report
 from kvcore.demo.worker import work
 from kvcore.progress import Watch
-from kvcore.sides import Sides, ToolError, named
+from kvcore.sides import Sides, ToolError
 
 
 def run_demo(settings: Settings, watch: Watch) -> Report:
@@ -26,9 +26,9 @@ def run_demo(settings: Settings, watch: Watch) -> Report:
             sides.tell("decode", begin, rank)
         expected = [sides.hear("prefill", Expected) for _ in ready.lengths]
         generated = [_generated(sides, settings.decode_tp) for _ in ready.lengths]
-        ended = {named(place): end for place, end in sides.hear_all(Ended).items()}
-        stores = {named(place): found.sizes for place, found in sides.hear_all(Stores).items()}
-        used = {named(place): found for place, found in sides.hear_all(Used).items()}
+        ended = {sides.named(place): end for place, end in sides.hear_all(Ended).items()}
+        stores = {sides.named(place): found.sizes for place, found in sides.hear_all(Stores).items()}
+        used = {sides.named(place): found for place, found in sides.hear_all(Used).items()}
         sides.close()
     prompts = [PromptResult(*fields) for fields in zip(ready.texts, ready.lengths, expected, generated, strict=True)]
     return Report(settings, tuple(prompts), ended, stores, used)
