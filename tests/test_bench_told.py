@@ -235,6 +235,25 @@ def test_a_page_has_what_was_measured_and_its_plots(command: str, written: dict[
 
 
 @pytest.mark.parametrize("command", MEASURED)
+def test_a_page_explains_what_stands_on_it_and_no_more(command: str, written: dict[str, Path]) -> None:
+    told = read(written[command])
+    floors = {
+        "raw": "is the engine of the backend used directly",
+        "bare": "is a message of 200 bytes",
+        "latency_over_wire": "over the wire (",
+    }
+    none = [{**result, **dict.fromkeys(floors.keys() & result.keys())} for result in told.results]
+    several = replace(told, results=none, parameters=told.parameters | {"topology": "p2d1"})
+    for one in (told, replace(told, results=none), several):
+        said = " ".join(Seen(page(one, [])).texts)
+        for field, words in floors.items():
+            assert (words in said) is any(result.get(field) is not None for result in one.results)
+        assert not re.search(r"(whole|prefill|decode) process\b", said)
+        assert ("Of several ranks a side" in said) is (one is several)
+        assert ("Neither the engine alone nor the bare machine" in said) is (one is several and "bare" in told.results[0])
+
+
+@pytest.mark.parametrize("command", MEASURED)
 def test_a_page_says_of_what_repeats_its_figures_are(command: str, written: dict[str, Path]) -> None:
     told, said = read(written[command]), " ".join(Seen(written[command].with_suffix(".html").read_text()).texts)
     pooled = {

@@ -9,7 +9,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from kvcore.bench.catalog import MEASUREMENTS, RANKS, WORDS
+from kvcore.bench.catalog import MEASUREMENTS, WORDS
 from kvcore.bench.ranks import ALONE
 from kvcore.bench.report import Report, figures
 
@@ -24,8 +24,8 @@ def page(report: Report, table: Sequence[str]) -> str:
     measurement = MEASUREMENTS[report.command]
     title = escape(f"kvcore {report.command}" + (f" over {report.backend}" if report.backend is not None else ""))
     style = resources.files("kvcore.bench").joinpath("page.css").read_text(encoding="utf-8")
-    several = (RANKS,) if report.parameters.get("topology", str(ALONE)) != str(ALONE) else ()
-    reading = "".join(f"<li>{escape(each)}</li>" for each in (*measurement.reading, *several))
+    several = report.parameters.get("topology", str(ALONE)) != str(ALONE)
+    reading = "".join(f"<li>{escape(each)}</li>" for each in measurement.notes(report.results, several))
     return f"""<!doctype html>
 <html lang="en">
 <meta charset="utf-8">

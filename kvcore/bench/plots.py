@@ -199,7 +199,7 @@ def _cpu(named: Sequence[tuple[str, Result]]) -> Iterator[tuple[str, str]]:
         _rows(axes, [name for name, _, _ in bars])
         axes.set(xlabel=field.removeprefix("cpu_").replace("_", " ").replace("percent", "% of a core"))
 
-    yield "Shorter is better: CPU time of the whole process, prefill and decode end to end.", _svg("CPU", draw, len(bars))
+    yield "Shorter is better: CPU time of whole processes, that of prefill and of decode end to end.", _svg("CPU", draw, len(bars))
 
 
 def _first(named: Sequence[tuple[str, Result]], names: set[str]) -> Iterator[tuple[str, str]]:

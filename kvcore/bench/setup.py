@@ -33,7 +33,7 @@ class Setup:
 
     backend: str
     options: Annotated[dict[str, Any], told("Options of the backend.")] = field(default_factory=dict)
-    host: Annotated[str, told("The address that both processes use.")] = "127.0.0.1"
+    host: Annotated[str, told("The address that all processes use.")] = "127.0.0.1"
     patience_s: float = 120.0
     debug: bool = False
     topology: Annotated[str, told("Ranks of prefill and decode, pNdM; figures of a side are those of all its ranks.")] = str(ALONE)
