@@ -235,6 +235,15 @@ def test_a_page_has_what_was_measured_and_its_plots(command: str, written: dict[
 
 
 @pytest.mark.parametrize("command", MEASURED)
+def test_a_page_explains_its_words(command: str, written: dict[str, Path]) -> None:
+    told, said = read(written[command]), " ".join(Seen(written[command].with_suffix(".html").read_text()).texts)
+    assert said.index("A room is one hand-off of one request") < said.index(MEASUREMENTS[command].what)
+    words = {"live rooms": "live (", "poll_all": "poll_all, ", "target ms": "chunk's pages, which"}
+    words |= {code: f"{code}, the" for result in told.results for code in result.get("codes", ())}
+    assert [word for word, meaning in words.items() if word in said and meaning not in said] == []
+
+
+@pytest.mark.parametrize("command", MEASURED)
 def test_a_page_explains_what_stands_on_it_and_no_more(command: str, written: dict[str, Path]) -> None:
     told = read(written[command])
     floors = {

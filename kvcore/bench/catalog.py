@@ -56,6 +56,10 @@ class Measurement:
         return found
 
 
+ROOM = (
+    "kvcore moves the KV cache of LLM requests from prefill to decode instances. A room is one hand-off of one request, whose pages go "
+    "from prefill's memory to decode's; it ends as SUCCESS or as FAILED."
+)
 BESIDE = (
     Of(
         "raw",
@@ -115,8 +119,8 @@ MEASUREMENTS = {
     "bench abort": Measurement(
         "abort",
         ("aborted_by", "rooms"),
-        "How long it takes, while many rooms are live, until the other side of a room knows that it was aborted: from the call of abort "
-        "on one side until a thread of the other side that waits for the room has seen FAILED.",
+        "How long it takes, while many rooms are live (open on both sides, and not over), until the other side of a room knows that it was "
+        "aborted: from the call of abort on one side until a thread of the other side that waits for the room has seen FAILED.",
         (TOGETHER,),
     ),
     "bench kill": Measurement(
@@ -128,6 +132,8 @@ MEASUREMENTS = {
         "yet; and transferring, of which a first chunk has been moved and the last is to come.",
         (
             "The liveness limit (liveness_s) counts from the last message that the side sent before it was struck, not from the signal.",
+            "The code of a failure says what it was: PEER_LOST, the other side is gone or silent; BACKEND, the transfer engine reported a "
+            "failure; docs/failures.md has them all.",
             "That a process is gone is seen on the same host before the liveness limit; across hosts there is only its silence, for which "
             "a process stands here that is stopped.",
             TOGETHER,
@@ -138,7 +144,7 @@ MEASUREMENTS = {
         ("rooms",),
         "What a paired prefill and decode cost while nothing moves, without rooms and with many that wait, published on decode "
         "with nothing handed over on prefill: the CPU time of each as a share of one core, the engine's threads included; the time of one "
-        "poll_all of all rooms; and the memory that each room takes.",
+        "poll_all, the call by which a scheduler asks how all its rooms are; and the memory that each room takes.",
         (
             "100 % would be one core that is always busy.",
             "Memory is what is resident and no other's, over what was before the rooms were opened, by room. The flight record is full "
@@ -171,7 +177,8 @@ MEASUREMENTS = {
     "bench plan": Measurement(
         "plan",
         ("case",),
-        "How long the planner takes from page indices to the engine's descriptors, in one process, without a backend or memory.",
+        "How long the planner takes from the indices of a chunk's pages, which are handed over at once, to the engine's descriptors, which "
+        "name the copies to be made; in one process, without a backend or memory.",
         ("Each case has a target, which its median must not pass.", SPREAD),
     ),
 }

@@ -9,7 +9,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from kvcore.bench.catalog import MEASUREMENTS, WORDS
+from kvcore.bench.catalog import MEASUREMENTS, ROOM, WORDS
 from kvcore.bench.ranks import ALONE
 from kvcore.bench.report import Report, figures
 
@@ -38,6 +38,7 @@ def page(report: Report, table: Sequence[str]) -> str:
 <main>
 <header>
 <h1>{title}</h1>
+<p>{escape(ROOM)}</p>
 <p>{escape(measurement.what)}</p>
 <dl>{"".join(_row(*each) for each in _facts(report))}</dl>
 </header>
