@@ -1,6 +1,7 @@
 """The command ``kvcore``. Errors are one line on stderr; exit codes: 0 done, 1 the thing asked for failed, 2 usage, 130 interrupted."""
 
 # Without deferred annotations: typer evaluates those of the options below, and is imported in a function, to say so where it is missing.
+import errno
 import io
 import os
 import sys
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     import typer
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""How writing to stdout fails, which says itself neither that nor to what; files name themselves."""
 
 
 def main() -> None:
@@ -46,6 +49,8 @@ def _run(words: list[str], debug: bool) -> int:
             return _fail(f"{error.format_message().rstrip('.')}; see {_command(error)} --help", USAGE)
         if debug:
             sys.stderr.write(getattr(error, "trace", "") or traceback.format_exc())
+        if isinstance(error, OSError) and error.errno in UNWRITTEN and error.filename is None:
+            return _fail(f"the output cannot be written ({error.strerror}); send it to another file, or make room", FAILED)
         return _fail(error, FAILED)
     if result == INTERRUPTED:  # as releases of typer that return it
         raise KeyboardInterrupt

@@ -180,6 +180,13 @@ def test_streams_that_are_closed_change_nothing_else(shell: str, arguments: tupl
     assert bool(done.stdout) == (arguments == ("backends",))
 
 
+@pytest.mark.parametrize("arguments", [("backends",), ("bench", "plan", "--repeats", "1"), ("bench", "schema"), ("--help",)])
+def test_an_output_that_is_full_is_one_line_that_says_so(arguments: tuple[str, ...]) -> None:
+    done = kvcore(*arguments, shell=">/dev/full")
+    said = "kvcore: the output cannot be written (No space left on device); send it to another file, or make room\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
 def test_an_interrupt_while_the_command_line_is_imported_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
     done = kvcore("backends", path=tmp_path)
