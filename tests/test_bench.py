@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -196,6 +197,22 @@ def test_bandwidth_counts_the_bytes_of_the_pages_that_are_moved() -> None:
     assert (found.pages, found.room_bytes, found.bytes_verified) == (1, 1 << 20, 3 << 20)
     assert found.gb_per_s == pytest.approx(((1 << 20) / 1e6 + (1 << 20) / 3e6) / 2)
     assert (found.prefill_cpu_s_per_gib, found.decode_cpu_s_per_gib) == (0.5 * GIB / (1 << 20), 0.25 * GIB / (1 << 20))
+    assert "a room has as many whole pages as go into --room-bytes" in "\n".join(bandwidth.table([found]))
+    slow = replace(found, gb_per_s=0.00123, gb_per_s_each=(0.000456, 0.00199))
+    assert " 0.00123 0.000456  0.00199 " in "\n".join(bandwidth.table([slow]))
+
+
+def test_no_more_rooms_are_in_flight_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[rooms.Parameters]()
+
+    def measure(setup: Setup, parameters: rooms.Parameters, watch: Watch) -> list[rooms.Result]:
+        seen.append(parameters)
+        raise ToolError("that is all")
+
+    monkeypatch.setattr(rooms, "measure", measure)
+    for given in ((), ("--in-flight", "99", "--in-flight", "3")):
+        cli.run(["bench", "rooms", "--rooms", "7", *given])
+    assert [one.in_flight for one in seen] == [(1, 7), (7, 3)]
 
 
 def test_scattered_pages_are_all_pages_in_another_order_on_each_side() -> None:

@@ -69,7 +69,7 @@ def call(trip: float, letters: float) -> Measured:
 def test_figures_of_the_bare_machine_are_medians_of_its_turns() -> None:
     found = bare([call(0.001, 0.002), call(0.004, 0.008), call(0.002, 0.003)], (0.5, 0.25, 1.0), 10**9)
     assert found == Bare(2.0, (1.0, 4.0, 2.0), 3.0, (2.0, 8.0, 3.0), 2.0, (2.0, 4.0, 1.0))
-    assert str(found).strip() == "bare machine: a round trip 2000 us, of two letters 3000 us, a copy of the pages 2.00 GB/s"
+    assert str(found).strip() == "bare machine: a round trip 2000 us, of two letters 3000 us, a copy of the pages 2 GB/s"
     alone = bare([call(0.001, 0.002)], (), 5)
     assert alone == Bare(1.0, (1.0,), 2.0, (2.0,), None, ()) and "copy" not in str(alone)
 

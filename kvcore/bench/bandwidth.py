@@ -156,12 +156,13 @@ def table(results: Sequence[Result]) -> Iterator[str]:
             yield f"{'  engine alone: ' + one.raw.way:<{len(room)}} {_rates(one.raw)}   kvcore: {one.raw.kvcore_share:.0%} of it"
         if one.bare is not None:
             yield str(one.bare)
+    yield "a room has as many whole pages as go into --room-bytes, one at least"
     yield f"all of {sum(one.bytes_verified for one in results) / MIB:.4g} MiB verified"
 
 
 def _rates(one: Result | Raw) -> str:
     cpu = f"{one.prefill_cpu_s_per_gib:>18.2f} {one.decode_cpu_s_per_gib:>7.2f}"
-    return f"{one.gb_per_s:>8.2f} {min(one.gb_per_s_each):>8.2f} {max(one.gb_per_s_each):>8.2f}   {cpu}"
+    return f"{one.gb_per_s:>8.3g} {min(one.gb_per_s_each):>8.3g} {max(one.gb_per_s_each):>8.3g}   {cpu}"
 
 
 def work(side: Side, settings: tuple[Setup, Parameters], link: Link) -> None:

@@ -54,7 +54,7 @@ class Bare:
     copy_gb_per_s_each: tuple[float, ...]
 
     def __str__(self) -> str:
-        copying = f", a copy of the pages {self.copy_gb_per_s:.2f} GB/s" if self.copy_gb_per_s is not None else ""
+        copying = f", a copy of the pages {self.copy_gb_per_s:.3g} GB/s" if self.copy_gb_per_s is not None else ""
         trip, letters = 1e3 * self.round_trip_ms, 1e3 * self.letters_ms
         return f"  bare machine: a round trip {trip:.0f} us, of two letters {letters:.0f} us{copying}"
 

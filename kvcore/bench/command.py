@@ -55,7 +55,9 @@ Repeats = Annotated[int, typer.Option(min=1, max=1000, help="How often it is mea
 @measurement
 def rooms(
     rooms: Annotated[int, typer.Option(min=1, max=MOST_ROOMS, help="Rooms of one repeat.")] = 1000,
-    in_flight: Annotated[list[int], typer.Option(min=1, max=10_000, help="Rooms at a time; may be given more than once.")] = IN_FLIGHT,
+    in_flight: Annotated[
+        list[int], typer.Option(min=1, max=10_000, help="Rooms at a time, all at most; may be given more than once.")
+    ] = IN_FLIGHT,
     page_bytes: Annotated[int, typer.Option(min=1, max=MOST_BYTES, help="Bytes of the one page of a room.")] = 16384,
     repeats: Repeats = 3,
     measured_from: Annotated[
@@ -76,7 +78,8 @@ def rooms(
     nbytes = (4 * module.SOURCE_PAGES + 4 * rooms) * page_bytes
     afford("--rooms, --page-bytes, --waiting", nbytes, rooms=rooms + max(waiting), ranks=topology)
     clocks = cast("tuple[module.From, ...]", tuple(one.value for one in measured_from))
-    return module.Parameters(rooms, tuple(in_flight), page_bytes, repeats, clocks, tuple(waiting))
+    under_way = tuple(min(count, rooms) for count in in_flight)  # as it will be told
+    return module.Parameters(rooms, under_way, page_bytes, repeats, clocks, tuple(waiting))
 
 
 @bench.command()
@@ -85,7 +88,9 @@ def bandwidth(
     page_bytes: Annotated[
         list[int], typer.Option(min=1, max=MOST_BYTES, help="Bytes of a page; may be given more than once.")
     ] = PAGE_BYTES,
-    room_bytes: Annotated[int, typer.Option(min=1, max=MOST_BYTES, help="Bytes of a room, a page at least.")] = 64 << 20,
+    room_bytes: Annotated[
+        int, typer.Option(min=1, max=MOST_BYTES, help="Bytes of a room: as many whole pages as go into them, one at least.")
+    ] = 64 << 20,
     order: Annotated[list[Order], typer.Option(help="How the pages lie on both sides; may be given more than once.")] = ORDER,
     repeats: Repeats = 5,
     topology: Topology = ALONE,
