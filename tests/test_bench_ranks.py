@@ -129,6 +129,9 @@ def test_the_topology_is_told_everywhere(tmp_path: Path) -> None:
     assert "of several ranks" not in page(read(alone), []).lower()
     (difference,) = compare.compare(alone, path).differences
     assert (difference.what, difference.a, difference.b) == ("parameters.topology", "p1d1", "p2d1")
+    parameters = {name: value for name, value in written["parameters"].items() if name != "topology"}
+    alone.write_text(json.dumps(written | {"parameters": parameters}))  # as before there were several
+    assert compare.compare(alone, path).differences == (difference,)
 
 
 @pytest.mark.parametrize(

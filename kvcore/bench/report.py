@@ -18,6 +18,7 @@ import msgspec
 import kvcore
 from kvcore.bench.catalog import MEASUREMENTS
 from kvcore.bench.fields import told
+from kvcore.bench.ranks import ALONE
 from kvcore.bench.setup import GIB, Setup
 from kvcore.errors import one_line
 from kvcore.installed import find_backend
@@ -55,7 +56,7 @@ class Report:
     ]
     machine: Annotated[Machine, told("What it was measured on.")]
     taken: Annotated[str, told("When it was written, in UTC, as in ISO 8601.")]
-    parameters: Annotated[dict[str, Any], told("Everything that can be set, as it was.")]
+    parameters: Annotated[dict[str, Any], told("All that was set of what figures may depend on, so without --timeout.")]
     results: Annotated[list[dict[str, Any]], told("One of each case that was measured.")]
 
 
@@ -119,6 +120,8 @@ def read(path: Path) -> Report:
     if found.schema != SCHEMA or found.command not in MEASUREMENTS:
         what = f"{one_line(found.command)} under schema {found.schema}"
         raise ToolError(f"{path} has {what}, which this version does not know; use the kvcore that wrote it")
+    if found.backend is not None:
+        found.parameters.setdefault("topology", str(ALONE))  # there was no other before it was written
     if not found.results:
         raise ToolError(f"{path} holds no result; measure again, and write it with --json")
     return found
