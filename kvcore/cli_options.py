@@ -126,9 +126,11 @@ def _there(path: Path) -> bool:
 
 
 def _as_it_is(path: Path) -> bool:
-    """Whether it is no plain file, such as a pipe, or names one that is open, such as /dev/stdout: nothing takes the place of these."""
+    """Whether nothing can take its place: it is no plain file, such as a pipe, or names one that is open, such as /dev/stdout, or its
+    folder takes no other."""
     folder = Path(os.path.realpath(path.parent))
-    return path.exists() and (not path.is_file() or str(folder) == "/dev" or folder.parts[1:2] == ("proc",))
+    fixed = str(folder) == "/dev" or folder.parts[1:2] == ("proc",) or not os.access(folder, os.W_OK)
+    return path.exists() and (fixed or not path.is_file())
 
 
 @contextmanager

@@ -382,6 +382,16 @@ def test_what_is_no_plain_file_is_written_to_as_it_is(given: str, tmp_path: Path
     assert out.stat().st_ino == before and {*tmp_path.iterdir()} == {out, *([path] if given == "fifo" else [])}
 
 
+def test_a_file_that_may_be_written_is_where_its_folder_takes_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = plan.Case(8, 2, scattered=True, cut=4, target_ms=1000.0)
+    monkeypatch.setattr(plan, "measure", lambda parameters: [plan.Result(case, 0.5, (0.5,))])
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    monkeypatch.setattr(Path, "touch", Mock(side_effect=PermissionError(errno.EACCES, os.strerror(errno.EACCES))))
+    (tmp_path / "report").write_text("before")
+    assert cli.run(["bench", "plan", "--json", str(tmp_path / "report")]) == 0
+    assert json.loads((tmp_path / "report").read_text())["results"]
+
+
 @pytest.mark.parametrize("option", ["--html", "--json"])
 @pytest.mark.parametrize("where", ["/proc/x.json", "locked", "read-only", "x" * 300])
 def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
