@@ -13,9 +13,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from weakref import WeakValueDictionary
 
 from kvcore.alarms import Alarm, Alarms, Armed
+from kvcore.aloud import Aloud
 from kvcore.errors import RoomError
 from kvcore.flight import Entry, FlightRecord, kept, news
 from kvcore.logs import SparingLog
@@ -24,7 +26,6 @@ from kvcore.protocol import events as ev, receiver, receiver_state, sender, send
 from kvcore.protocol.messages import Join
 from kvcore.room import NOWHERE, Outside, PrefillGroup, Room
 from kvcore.states import FailureCode, KVPoll, Reason, RoomId, RoomKey, Side
-from kvcore.table_lock import Aloud
 
 log = logging.getLogger("kvcore.rooms")
 
@@ -73,8 +74,7 @@ class RoomTable:
         self._slots: dict[tuple[Side, RoomId], _Slot] = {}
         self._alarms: Alarms[_Slot] = Alarms(limits, outside.wake_by)
         self._records: WeakValueDictionary[RoomKey, Room] = WeakValueDictionary()
-        self._orphans = 0
-        self._stepping = False
+        self._orphans, self._stepping = 0, False
         self._effects: tuple[ev.Effect, ...] = ()  # of the latest step
         self._torn: list[tuple[Side, RoomId, tuple[ev.Effect, ...]]] = []  # steps that did not come to their end; see ``_mend``
         self._events: deque[tuple[Side, RoomId, ev.Event, PrefillGroup]] = deque()
@@ -115,8 +115,7 @@ class RoomTable:
             watchers: list[Callable[[], None]] = []
             try:
                 while self._events:
-                    self._effects = ()
-                    side, room, event, group = self._events.popleft()
+                    (side, room, event, group), self._effects = self._events.popleft(), ()
                     watchers += self._step(side, room, event, group)
             except BaseException:
                 self._torn.append((side, room, self._effects))
@@ -159,7 +158,7 @@ class RoomTable:
         self._bring_up_to_date(slot, None, NOWHERE, now)
         self._store(slot, slot.state, now)
         if (life := slot.state.life) is not None:
-            text = f"room {room}: a call was interrupted in its middle by a signal handler that raised; open another attempt"
+            text = f"room {room}: a step was cut short, by a signal handler that raised or a fault that the log has; open another attempt"
             self.apply(side, room, ev.Fail(life.generation, Reason.of(FailureCode.INTERNAL, text, side, self._rank)))
         for effect in effects:  # once more; tickets that start now are only ended
             if isinstance(effect, ev.Cancel | ev.Forget) or (isinstance(effect, ev.Start) and slot.room is not None):
@@ -267,11 +266,12 @@ class RoomTable:
         """Fire what is due; returns when the next timer is. Called by the control thread."""
         with self.aloud, self.lock:
             failed: Exception | None = None
-            while self._torn:
-                self._mend(*self._torn.pop())
-            for alarm in self._alarms.timers.take_due(now):
+            turns: list[Callable[[], None]] = [partial(self._mend, *torn) for torn in self._torn]
+            turns.append(self._torn.clear)  # what cannot be mended is not tried for ever
+            turns += [partial(self._go_off, alarm.owner, alarm, now) for alarm in self._alarms.timers.take_due(now)]
+            for turn in turns:
                 try:
-                    self._go_off(alarm.owner, alarm, now)
+                    turn()
                 except Exception as error:
                     failed = error  # the others have their turn before
             if failed is not None:

@@ -7,10 +7,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from unittest.mock import Mock
 
 import pytest
 
 from kvcore import FailureCode, Handle, KVManager, KVPoll, Pool, RoomError, Sender, hookimpl, rooms
+from kvcore.aloud import Aloud
 from kvcore.faults import ControlTap
 from kvcore.hookspecs import Transfer
 from kvcore.protocol import events as ev
@@ -18,7 +20,6 @@ from kvcore.protocol.messages import Abort, Destination, Here, Join, Status
 from kvcore.room import Room
 from kvcore.rooms import RoomTable
 from kvcore.states import Reason, RoomId, RoomKey
-from kvcore.table_lock import Aloud
 from kvcore.wire import Letter
 from tests.helpers import (
     BACKENDS,
@@ -477,6 +478,21 @@ def test_what_was_said_is_sent_also_where_a_step_does_not_come_to_its_end() -> N
     assert outside.settled == settled + 1
 
 
+def test_a_room_that_cannot_be_mended_keeps_no_other_from_its_turn_and_is_not_tried_for_ever() -> None:
+    outside = Outside()
+    broken, other = opened(outside), opened(outside)
+    outside.then = lambda: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        broken.abort()
+    outside.then, outside.cancel = lambda: None, Mock(side_effect=lambda key: 1 // (key.number != broken.room))  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        outside.table.tick(time.monotonic() + 5.1)
+    assert other.poll() is KVPoll.FAILED
+    tried = outside.cancel.call_count
+    outside.table.tick(time.monotonic() + 5.1)
+    assert outside.cancel.call_count == tried
+
+
 def test_what_several_steps_say_is_sent_once_the_table_is_let_go() -> None:
     """Whoever else wants the table does not wait until letters are sent; and where nothing was said, nothing is to be sent."""
     outside = Outside()
@@ -670,9 +686,7 @@ def test_s1_an_abort_in_the_middle_of_a_step_is_taken_right_after_it(pair: Duo) 
         core.changed = changed  # type: ignore[method-assign]
 
 
-STEPPING = tuple(
-    f"kvcore/{name}.py" for name in ("rooms", "table_lock", "alarms", "timers", "flight", "ledger", "core", "handles", "manager")
-)
+STEPPING = tuple(f"kvcore/{name}.py" for name in ("rooms", "aloud", "alarms", "timers", "flight", "ledger", "core", "handles", "manager"))
 
 
 def test_whatever_a_signal_handler_raises_in_a_call_its_room_ends_and_nothing_of_it_is_left() -> None:

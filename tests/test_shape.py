@@ -56,7 +56,7 @@ LAYERS = [
         "faults",
     ),
     ("room", "alarms"),
-    ("rooms", "table_lock", "late_words", "pairing", "peers"),
+    ("rooms", "aloud", "late_words", "pairing", "peers"),
     ("tickets", "pace", "ledger", "routes", "handles"),
     ("overview", "admin"),
     ("core",),
