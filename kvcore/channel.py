@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from kvcore import sockets
+from kvcore import frames, sockets
 from kvcore.access import CurveKeys, unlike
 from kvcore.addresses import Address
 from kvcore.descriptors import DescriptorWatch
@@ -26,7 +26,7 @@ from kvcore.doorkeeper import Doorkeeper
 from kvcore.errors import ConfigError, IncompatiblePeerError
 from kvcore.logs import Failures, Once
 from kvcore.pulse import Pulse
-from kvcore.readiness import Readiness, readable
+from kvcore.readiness import Readiness
 from kvcore.seat import Seat
 from kvcore.sockets import Socket
 
@@ -35,7 +35,6 @@ log = logging.getLogger("kvcore.channel")
 IDLE_S = 1.0
 PAUSE_S = 0.05
 """After an error that is nobody's in particular."""
-MORE_COMES = zmq.NOBLOCK | zmq.SNDMORE
 MOST_CALLS = 1000
 MOST_LETTERS = 64
 """That another thread sends in one go; it is a scheduler's, perhaps."""
@@ -73,7 +72,8 @@ class Channel:
         self._keepalive_s = keepalive_s
         self._calls: deque[Callable[[], object]] = deque()
         self._letters: deque[Callable[[], object]] = deque()
-        self._readiness = Readiness()
+        self._frames = frames.made()
+        self._readiness = Readiness(self._frames)
         self._using, self._process = Seat(), os.getpid()
         self._found: list[Socket] = []
         self._closed = self._again = self._resting = self._tick_soon = False
@@ -252,8 +252,8 @@ class Channel:
             self._readiness.use(route.socket)  # also where nothing can be sent
             try:
                 if route.identity is not None:
-                    route.socket.send(route.identity, MORE_COMES)
-                route.socket.send(frame, zmq.NOBLOCK)
+                    self._frames.put(route.socket, route.identity, more=True)
+                self._frames.put(route.socket, frame)
             except zmq.ZMQError:
                 pass
             else:
@@ -348,19 +348,19 @@ class Channel:
                 self._failures.note("call", "a call at the sockets failed; the others go on")
 
     def _receive(self, socket: Socket) -> None:
+        frames = self._frames
         for _ in range(256):
-            if socket.closed or not readable(socket):
+            if socket.closed or not frames.readable(socket):
                 return
             try:
-                route = self._routes.get(socket) or Route(socket, socket.recv(zmq.NOBLOCK))  # the ROUTER's first part says who
-                last = socket.recv(zmq.NOBLOCK, copy=False)
-                frame, more = last.bytes, 1 if last.more else 0
-                while last.more:
-                    last, more = socket.recv(zmq.NOBLOCK, copy=False), more + 1
+                route = self._routes.get(socket) or Route(socket, frames.take(socket)[0])  # the ROUTER's first part says who
+                (frame, more), number = frames.take(socket), 1
+                while more:
+                    (_, more), number = frames.take(socket), number + 1
             except zmq.Again:
                 return
-            if more:
-                self.note_bad(f"{more} frames where one is due")
+            if number > 1:
+                self.note_bad(f"{number} frames where one is due")
                 continue
             for _ in range(self.tap(route, frame, False)):
                 self.take(route, frame)
@@ -387,6 +387,7 @@ class Channel:
             self._door.close()
         self._closed = True
         self._context.term()
+        self._frames.close()
         self._readiness.close()
 
 

@@ -250,13 +250,19 @@ class Sender(Handle):
 
     def _count(self, name: str, layers: range | None, pages: int) -> None:
         """Count pages of a pool that are handed over."""
-        counts = zip(self._owner.pools[name].layers, self._pages(name), strict=True)
-        self._room.pages[name] = [count + pages * (layers is None or layer in layers) for layer, count in counts]
+        before = self._pages(name)
+        if layers is None:
+            self._room.pages[name] = [count + pages for count in before]
+        else:
+            counts = zip(self._owner.pools[name].layers, before, strict=True)
+            self._room.pages[name] = [count + pages * (layer in layers) for layer, count in counts]
 
     def _stand(self, name: str, layers: range | None) -> int:
         """Where a chunk stands in the sequence of its layers; ``PageError`` if these differ, or the pool has none of them."""
-        counts = zip(self._owner.pools[name].layers, self._pages(name), strict=True)
-        found = {count for layer, count in counts if layers is None or layer in layers}
+        found = set(self._pages(name))
+        if layers is not None:
+            counts = zip(self._owner.pools[name].layers, self._pages(name), strict=True)
+            found = {count for layer, count in counts if layer in layers}
         if len(found) == 1:
             return found.pop()
         what = f"room {self._room.id}: pool {shown(name)}: {'its layers' if layers is None else shown(layers)}"

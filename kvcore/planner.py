@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -65,8 +66,7 @@ class Layout:
         return cls(pools, np.array([r.ptr for r in regions], np.uint64), np.array([r.nbytes for r in regions], np.uint64))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Descriptors:
+class Descriptors(msgspec.Struct, frozen=True, eq=False):
     """The five arrays of ``hookspecs.Transfer``, each of shape ``(n,)``: int32 region indices, uint64 offsets and lengths in bytes."""
 
     local_region: I32
@@ -112,8 +112,7 @@ class Strides:
         return Strides(self.count[which], self.local[which], self.remote[which])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, eq=False):
     """Descriptors in strided form: the first one of each row, sorted by region pair and within it by remote offset, and how they go on;
     without strides each row is one descriptor. No length is zero."""
 
@@ -158,10 +157,10 @@ def plan(local: Layout, remote: Layout, pages: Mapping[str, tuple[Indices, Indic
         if name in shares:
             there = _place(remote, name)
             work.append((_place(local, there.geometry.source), there, shares[name], _runs(mine, theirs, shares[name].whole)))
+    if len(work) == 1 and work[0][2].whole and work[0][3].count.size == 1:
+        return Plan(_one_run(*work[0]))
     work.sort(key=lambda item: item[0].first_region)
     size = sum(len(share) * runs.count.size for _, _, share, runs in work)
-    if len(work) == 1 and work[0][2].whole and size == len(work[0][2]):
-        return Plan(_one_run(*work[0]))
     strided = any(not share.whole for _, _, share, _ in work)
     out = Plan(Descriptors.empty(size), Strides(*np.empty((3, size), np.uint64)) if strided else None)
     start = 0
@@ -203,9 +202,10 @@ def split(planned: Plan, max_descriptors: int | None, max_bytes: int | None) -> 
     for what, limit in (("max_descriptors", max_descriptors), ("max_bytes", max_bytes)):
         if limit is not None and limit < 1:
             raise ConfigError(f"{what} is {limit}, which no batch can keep; declare at least 1, or None for no limit")
-    if not len(planned):
+    rows = planned.first.length.size
+    if not rows:
         return
-    counted = len(planned) if planned.count is None else int(planned.count.sum())
+    counted = rows if planned.count is None else int(planned.count.sum())
     if (max_descriptors is None or counted <= max_descriptors) and (max_bytes is None or total(planned.nbytes) <= max_bytes):
         yield planned
         return
@@ -228,8 +228,7 @@ def split(planned: Plan, max_descriptors: int | None, max_bytes: int | None) -> 
         start = stop
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Runs:
+class _Runs(msgspec.Struct, frozen=True, eq=False):
     """Stretches of pages: first local and first remote page, and number of pages, each of shape ``(m,)``."""
 
     local: U64
@@ -302,10 +301,16 @@ def _rows(here: PoolPlace, there: PoolPlace, share: Share) -> _Rows:
     )
 
 
+@functools.lru_cache(maxsize=1024)
+def alike(here: PoolPlace, there: PoolPlace, share: Share) -> bool:
+    """Whether page by page all of a pool goes to the pool of that name in the other's regions in the same places."""
+    return here.geometry.name == there.geometry.name and share.is_all(here.page_bytes.size, there.page_bytes.size)
+
+
 def _one_run(here: PoolPlace, there: PoolPlace, share: Share, runs: _Runs) -> Descriptors:
     """One run of whole pages, a descriptor for each region pair: most rooms of a few pages are this, and go without the general way."""
     rows = _rows(here, there, share)
-    length = share.length * runs.count
+    length = share.length if runs.count is _ONE else share.length * runs.count
     return Descriptors(rows.local_region, rows.remote_region, rows.local_bytes * runs.local, rows.remote_bytes * runs.remote, length)
 
 

@@ -12,20 +12,15 @@ import threading
 
 import zmq
 
+from kvcore.frames import Frames
 from kvcore.sockets import Socket
-
-READABLE = int(zmq.POLLIN)
-
-
-def readable(socket: Socket) -> bool:
-    """Whether there is something to read. A use of the socket."""
-    return bool(int(socket.get(zmq.EVENTS)) & READABLE)
 
 
 class Readiness:
     """``wake`` is for any thread, ``wait`` for the one that sleeps, all else for who may use the sockets."""
 
-    def __init__(self) -> None:
+    def __init__(self, frames: Frames) -> None:
+        self._frames = frames
         self._epoll = select.epoll()
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
@@ -64,7 +59,13 @@ class Readiness:
         if not self._used:
             return []
         used, self._used = self._used, set()
-        return [socket for socket in used if not socket.closed and _may_be_read(socket)]
+        return [socket for socket in used if not socket.closed and self._may_be_read(socket)]
+
+    def _may_be_read(self, socket: Socket) -> bool:
+        try:
+            return self._frames.readable(socket)
+        except zmq.ZMQError:  # whoever reads it will see why
+            return True
 
     def wait(self, timeout_s: float) -> list[Socket]:
         """Sockets that something happened to, as soon as there are any, it is woken, or so many seconds have passed."""
@@ -96,10 +97,3 @@ class Readiness:
             self._epoll.close()
             os.close(self._read)
             os.close(self._write)
-
-
-def _may_be_read(socket: Socket) -> bool:
-    try:
-        return readable(socket)
-    except zmq.ZMQError:  # whoever reads it will see why
-        return True

@@ -13,7 +13,7 @@ import numpy as np
 from kvcore.hookspecs import Capabilities, Ticket, Transfer
 from kvcore.mapping import Share
 from kvcore.memory import Indices
-from kvcore.planner import Layout, check, check_listed, plan, split
+from kvcore.planner import Layout, PoolPlace, alike, check, check_listed, plan, split
 from kvcore.protocol import events as ev
 from kvcore.protocol.sender_state import Life
 from kvcore.room import Chunk, Room
@@ -100,12 +100,13 @@ def transfers(entry: Entry, local: Layout, peer: PeerView, capabilities: Capabil
     dest = next(dest for dest in life.dests if life.pair(dest) == entry.pair)
     listed = {item.into or item.pool: (item.pool, np.frombuffer(item.pages, "<i4").astype(np.int64)) for item in dest.pages}
     check_listed(peer.layout, listed)
-    pages = {}
+    pages, fit = {}, True
     for pool, (source, theirs) in listed.items():
-        if source in entry.chunk.pages:
-            mine, first = entry.chunk.pages[source], entry.chunk.offset[source]
-            pages[pool] = mine, theirs[first : first + mine.size]
-    if any(mine.size != theirs.size for mine, theirs in pages.values()):  # ours were checked when they were handed over, theirs just now
+        if (mine := entry.chunk.pages.get(source)) is not None:
+            first = entry.chunk.offset[source]
+            pages[pool] = mine, (theirs := theirs[first : first + mine.size])
+            fit &= mine.size == theirs.size
+    if not fit:  # ours were checked when they were handed over, theirs just now
         check(local, peer.layout, pages)
     return _transfers(entry, local, peer, capabilities, pages)
 
@@ -114,26 +115,28 @@ Pages = Mapping[str, tuple[Indices, Indices]]
 
 
 def _transfers(entry: Entry, local: Layout, peer: PeerView, capabilities: Capabilities, pages: Pages) -> Iterator[Transfer]:
-    shares = peer.shares(entry.room.id.number)
-    here = {pool: local.pools[peer.layout.pools[pool].geometry.source] for pool in shares}
-    if entry.chunk.layers is not None:
-        shares = {pool: share.of_layers(here[pool].geometry.layers, entry.chunk.layers) for pool, share in shares.items()}
-        shares = {pool: share for pool, share in shares.items() if len(share)}
+    shares, there, layers = peer.shares(entry.room.id.number), peer.layout, entry.chunk.layers
+    if layers is not None:
+        some = {pool: share.of_layers(_source(local, there, pool).geometry.layers, layers) for pool, share in shares.items()}
+        shares = {pool: share for pool, share in some.items() if len(share)}
     for batch in _batches(shares, pages, capabilities):
-        parts = list(split(plan(local, peer.layout, batch, shares), capabilities.max_descriptors, capabilities.max_bytes))
-        pool, (mine, theirs) = next(iter(batch.items()))
-        named = (
-            capabilities.descriptors == "pages"
-            and len(parts) == 1
-            and here[pool].geometry.name == pool
-            and shares[pool].is_all(*(side.page_bytes.size for side in (here[pool], peer.layout.pools[pool])))
-        )
-        for part in parts:
+        planned = plan(local, there, batch, shares)
+        named: tuple[str, Indices, Indices] | tuple[()] = ()
+        if capabilities.descriptors == "pages":
+            ((pool, (mine, theirs)),) = batch.items()
+            if alike(_source(local, there, pool), there.pools[pool], shares[pool]):
+                named = pool, mine, theirs
+        for part in split(planned, capabilities.max_descriptors, capabilities.max_bytes):
             each = part.descriptors()
             yield Transfer(
                 entry.room.key, entry.pair.peer, each.local_region, each.remote_region, each.local_offset, each.remote_offset, each.length,
-                local.base, peer.layout.base, entry.number, *((pool, mine, theirs) if named else ()),
+                local.base, there.base, entry.number, *(named if part is planned else ()),
             )  # fmt: skip
+
+
+def _source(local: Layout, there: Layout, pool: str) -> PoolPlace:
+    """Our pool whose pages one of theirs takes."""
+    return local.pools[there.pools[pool].geometry.source]
 
 
 def _batches(shares: Mapping[str, Share], pages: Pages, capabilities: Capabilities) -> Iterator[Pages]:
@@ -144,7 +147,9 @@ def _batches(shares: Mapping[str, Share], pages: Pages, capabilities: Capabiliti
             yield pages
         return
     for pool, (mine, theirs) in pages.items():
-        most = mine.size
+        if (most := mine.size) == 1:
+            yield {pool: (mine, theirs)}
+            continue
         if capabilities.max_descriptors is not None:
             most = min(most, capabilities.max_descriptors // len(shares[pool]))
         if capabilities.max_bytes is not None:

@@ -45,6 +45,7 @@ LAYERS = [
     ("sockets",),
     (
         "doorkeeper",
+        "frames",
         "readiness",
         "channel",
         "closing",
