@@ -30,7 +30,7 @@ from kvcore.tickets import Entry, Incoming, Part, PeerView, transfers
 from kvcore.workers import STUCK_PER_WORKER, Job, Workers
 
 LAST_RETRY_S = 0.1
-LANE_PARTS = 2  # of a ticket at once, so that a lane never waits for the next
+LANE_PARTS, QUICK_PARTS = 2, 8  # of a ticket: in a lane at once, so that it never waits for the next; posted here before others' turn
 
 
 class Ledger:
@@ -199,7 +199,7 @@ class Ledger:
 
     def _post(self, entry: Entry, now: float) -> bool:
         """Hand the engine what may be read now, of one that blocks a little at a time; True if something was."""
-        posted, most = 0, LANE_PARTS if self._capabilities.blocking else math.inf
+        posted, most = 0, QUICK_PARTS if self._capabilities.blocking else math.inf
         while posted < most and (part := self._next_part(entry, now)) is not None:
             self._submit(entry, part)
             posted += 1

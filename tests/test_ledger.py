@@ -178,6 +178,16 @@ def test_b6_a_quick_transfer_of_an_engine_that_blocks_needs_a_worker_only_while_
     bench.wait(4)
 
 
+@pytest.mark.parametrize("bench", [Capabilities(blocking=True, quick_bytes=64, max_descriptors=1, needs_progress=True)], indirect=True)
+def test_b6_quick_parts_of_a_chunk_are_posted_in_one_turn(bench: Bench) -> None:
+    turns: list[None] = []
+    bench.engine.at_progress = lambda: turns.append(None)
+    bench.engine.script += [DONE] * 4
+    bench.start()
+    assert bench.wait()[0].ok and bench.engine.threads == ["kvcore-progress"] * 4
+    assert not turns, "the engine is driven after the posts of a turn, while there are tickets"
+
+
 @pytest.mark.parametrize("bench", [Capabilities(blocking=True, quick_bytes=1024)], indirect=True)
 def test_b6_few_bytes_in_many_pieces_are_not_quick(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tickets, "QUICK_DESCRIPTORS", 2)
