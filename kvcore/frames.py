@@ -7,6 +7,7 @@ busy threads that was a fifth of a room's CPU time. No call here waits for anyth
 from __future__ import annotations
 
 import ctypes
+import errno
 import sys
 from typing import Any
 
@@ -41,11 +42,14 @@ class Frames:
 
 
 class KeepingFrames(Frames):
-    """The same with libzmq's functions of a ``library``, called with the interpreter kept. ``AttributeError`` if it does not show them."""
+    """The same with libzmq's functions of a ``library``, called with the interpreter kept. ``AttributeError`` if it does not show them.
+
+    What a signal cuts short is done once more, as by pyzmq. The ``library`` keeps the errno of a call (``use_errno``), since the program's
+    signal handler may run before anybody asks for it.
+    """
 
     def __init__(self, library: ctypes.PyDLL) -> None:
         pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
-        self._errno = _function(library, "zmq_errno", integer)
         self._send = _function(library, "zmq_send", integer, pointer, ctypes.c_char_p, size, integer)
         self._option = _function(library, "zmq_getsockopt", integer, pointer, integer, pointer, pointer)
         self._receive = _function(library, "zmq_msg_recv", integer, pointer, pointer, integer)
@@ -61,31 +65,33 @@ class KeepingFrames(Frames):
         self._begin(self._message_at)
 
     def put(self, socket: Socket, frame: bytes, more: bool = False) -> None:
-        if self._send(socket.underlying, frame, len(frame), MORE_COMES if more else NOBLOCK) < 0:
-            raise self._error()
+        while self._send(socket.underlying, frame, len(frame), MORE_COMES if more else NOBLOCK) < 0:
+            _failed()
 
     def take(self, socket: Socket) -> tuple[bytes, bool]:
         message = self._message_at
-        size = self._receive(message, socket.underlying, NOBLOCK)
-        if size < 0:
-            raise self._error()
+        while (size := self._receive(message, socket.underlying, NOBLOCK)) < 0:
+            _failed()
         frame, more = self._copy(self._data(message), size), bool(self._more(message))
         if size > LARGE:
             self.close()
         return frame, more
 
     def readable(self, socket: Socket) -> bool:
-        if self._option(socket.underlying, EVENTS, self._value_at, self._value_bytes_at) < 0:
-            raise self._error()
+        while self._option(socket.underlying, EVENTS, self._value_at, self._value_bytes_at) < 0:
+            _failed()
         return bool(self._value.value & READABLE)
 
     def close(self) -> None:
         self._end(self._message_at)
         self._begin(self._message_at)
 
-    def _error(self) -> zmq.ZMQError:
-        number = self._errno()
-        return zmq.Again(number) if number == zmq.EAGAIN else zmq.ZMQError(number)
+
+def _failed() -> None:
+    """Raise why the last call failed; nothing where it was cut short."""
+    number = ctypes.get_errno()
+    if number != errno.EINTR:
+        raise zmq.Again(number) if number == errno.EAGAIN else zmq.ZMQError(number)
 
 
 def _function(library: ctypes.PyDLL, name: str, result: Any, *arguments: Any) -> Any:
@@ -97,6 +103,6 @@ def _function(library: ctypes.PyDLL, name: str, result: Any, *arguments: Any) ->
 def made() -> Frames:
     """The quicker ones, where pyzmq's extension leads to libzmq's functions; one into which libzmq was built may hide them."""
     try:
-        return KeepingFrames(ctypes.PyDLL(sys.modules[zmq.backend.Socket.__module__].__file__))
+        return KeepingFrames(ctypes.PyDLL(sys.modules[zmq.backend.Socket.__module__].__file__, use_errno=True))
     except (AttributeError, OSError):
         return Frames()

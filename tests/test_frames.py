@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes.util
+import os
+import signal
 import sys
 import threading
 import time
@@ -94,6 +96,32 @@ def test_nothing_is_waited_for(calls: frames.Frames, pair: tuple[Socket, Socket]
         while True:
             calls.put(one, b"full")
     assert calls.take(two) == (b"full", False)
+
+
+@BOTH
+def test_signals_change_nothing(calls: frames.Frames, pair: tuple[Socket, Socket]) -> None:
+    one, two = pair
+    signals, until = 0, time.monotonic() + 5
+
+    def handle(*_: object) -> None:
+        nonlocal signals
+        signals += 1
+        with contextlib.suppress(FileNotFoundError):
+            os.stat("/no/such/file")  # an errno of its own
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+        while signals < 3000 and time.monotonic() < until:
+            assert not calls.readable(two)
+            with pytest.raises(zmq.Again):
+                calls.take(two)
+            calls.put(one, b"x")
+            assert calls.readable(two)
+            assert calls.take(two) == (b"x", False)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @BOTH
