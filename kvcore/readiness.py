@@ -92,8 +92,10 @@ class Readiness:
                 return
 
     def close(self) -> None:
-        """Give the descriptors back. All wakes after it do nothing."""
+        """Give the descriptors back. All wakes after it do nothing. Idempotent."""
         with self._lock:
+            if self._epoll.closed:
+                return
             self._epoll.close()
             os.close(self._read)
             os.close(self._write)

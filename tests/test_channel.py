@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -377,3 +378,16 @@ def test_the_tap_remembers_the_latest_letters_only(monkeypatch: pytest.MonkeyPat
             pair.transfer([1], [2])
             pair.transfer([2], [3])
         assert len(passed) > 5 and [tuple(seen) for seen in tap.seen] == passed[-5:]
+
+
+def test_a_channel_that_never_started_stops_any_number_of_times() -> None:
+    channel = Port().channel
+    assert channel.stop(1) and channel.stop(1)
+    read, write = os.pipe()  # numbers that its own pipe had
+    try:
+        assert channel.stop(1)
+        os.write(write, b"x")
+        assert os.read(read, 1) == b"x"
+    finally:
+        os.close(read)
+        os.close(write)
