@@ -35,8 +35,8 @@ FIRST_RESEND_S = 0.25
 SPREAD = 16
 """Rooms repeat themselves at last every ``orphan_s`` or up to half as long, by their number: thousands opened at once drift apart."""
 TOGETHER_S = 0.05
-"""Repeats due within so long go out in few turns of the control thread, and cost the other side few; not one each."""
-MOST_DUE, HISTORY = 64, 32  # timers that go off in one turn, in which nobody else has the table; entries that a room keeps
+"""Repeats due within so long go out in one turn of the control thread, and cost the other side one; not one each."""
+HISTORY = 32
 
 State = sender_state.Sender | receiver_state.Receiver
 
@@ -263,12 +263,12 @@ class RoomTable:
     # --- time
 
     def tick(self, now: float) -> float | None:
-        """Fire what is due, but no more than others can wait for; returns when the next timer is. Called by the control thread."""
+        """Fire what is due; returns when the next timer is. Called by the control thread."""
         with self.aloud, self.lock:
             failed: Exception | None = None
             turns: list[Callable[[], None]] = [partial(self._mend, *torn) for torn in self._torn]
             turns.append(self._torn.clear)  # what cannot be mended is not tried for ever
-            turns += [partial(self._go_off, alarm.owner, alarm, now) for alarm in self._alarms.timers.take_due(now, MOST_DUE)]
+            turns += [partial(self._go_off, alarm.owner, alarm, now) for alarm in self._alarms.timers.take_due(now)]
             for turn in turns:
                 try:
                     turn()

@@ -42,11 +42,11 @@ class Timers(Generic[Key]):
         """When the first key is due; None if none is armed."""
         return min((at for queue in self._queues.values() for at in islice(queue.values(), 1)), default=None)
 
-    def take_due(self, now: float, most: int | None = None) -> list[Key]:
-        """Remove and return the keys that are due, at most so many, those with the shortest delay first."""
+    def take_due(self, now: float) -> list[Key]:
+        """Remove and return all keys that are due, those with the shortest delay first."""
         due: list[Key] = []
         for delay in sorted(self._queues):
-            for key, at in islice(self._queues[delay].items(), most and most - len(due)):
+            for key, at in self._queues[delay].items():
                 if at > now:
                     break
                 due.append(key)

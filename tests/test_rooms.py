@@ -18,7 +18,7 @@ from kvcore.hookspecs import Transfer
 from kvcore.protocol import events as ev
 from kvcore.protocol.messages import Abort, Destination, Here, Join, Status
 from kvcore.room import Room
-from kvcore.rooms import MOST_DUE, RoomTable
+from kvcore.rooms import RoomTable
 from kvcore.states import Reason, RoomId, RoomKey
 from kvcore.wire import Letter
 from tests.helpers import (
@@ -491,19 +491,6 @@ def test_a_room_that_cannot_be_mended_keeps_no_other_from_its_turn_and_is_not_tr
     tried = outside.cancel.call_count
     outside.table.tick(time.monotonic() + 5.1)
     assert outside.cancel.call_count == tried
-
-
-def test_thousands_that_are_due_at_once_go_off_in_turns_between_which_others_have_the_table() -> None:
-    outside = Outside()
-    senders = [opened(outside) for _ in range(3 * MOST_DUE + 1)]
-    late, turns = time.monotonic() + 5.1, 0
-    while any(sender.poll() is KVPoll.BOOTSTRAPPING for sender in senders):
-        before = sum(sender.poll() is KVPoll.FAILED for sender in senders)
-        due = outside.table.tick(late)
-        assert 0 < sum(sender.poll() is KVPoll.FAILED for sender in senders) - before <= MOST_DUE
-        turns += 1
-        assert due is not None and (due <= late or turns == 4), "the next turn follows at once, while there are more"
-    assert turns == 4
 
 
 def test_what_several_steps_say_is_sent_once_the_table_is_let_go() -> None:

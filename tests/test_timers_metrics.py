@@ -30,14 +30,6 @@ def test_what_is_due_comes_once_and_in_time() -> None:
     assert len(timers) == 0 and timers.next_due() is None
 
 
-def test_no_more_are_taken_than_asked_for() -> None:
-    timers: Timers[int] = Timers()
-    for key in range(10):
-        timers.arm(key, 1.0 + key % 2, 0.0)
-    assert timers.take_due(1.5, 2) == [0, 2] and timers.next_due() == 1.0
-    assert timers.take_due(2.5, 5) == [4, 6, 8, 1, 3] and timers.take_due(2.5, 5) == [5, 7, 9] and len(timers) == 0
-
-
 @pytest.mark.parametrize("delay", [1.0, 2.0])
 def test_whatever_a_signal_handler_raises_timers_go_on(delay: float) -> None:
     """In the middle of arming and of cancelling one, alone with its delay or not."""
