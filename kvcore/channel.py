@@ -348,15 +348,14 @@ class Channel:
                 self._failures.note("call", "a call at the sockets failed; the others go on")
 
     def _receive(self, socket: Socket) -> None:
-        frames = self._frames
         for _ in range(256):
-            if socket.closed or not frames.readable(socket):
+            if socket.closed or not self._frames.readable(socket):
                 return
             try:
-                route = self._routes.get(socket) or Route(socket, frames.take(socket)[0])  # the ROUTER's first part says who
-                (frame, more), number = frames.take(socket), 1
+                route = self._routes.get(socket) or Route(socket, self._frames.take(socket)[0])  # the ROUTER's first part says who
+                (frame, more), number = self._frames.take(socket), 1
                 while more:
-                    (_, more), number = frames.take(socket), number + 1
+                    (_, more), number = self._frames.take(socket), number + 1
             except zmq.Again:
                 return
             if number > 1:

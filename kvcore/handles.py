@@ -259,10 +259,10 @@ class Sender(Handle):
 
     def _stand(self, name: str, layers: range | None) -> int:
         """Where a chunk stands in the sequence of its layers; ``PageError`` if these differ, or the pool has none of them."""
-        found = set(self._pages(name))
+        before = self._pages(name)
         if layers is not None:
-            counts = zip(self._owner.pools[name].layers, self._pages(name), strict=True)
-            found = {count for layer, count in counts if layer in layers}
+            before = [count for layer, count in zip(self._owner.pools[name].layers, before, strict=True) if layer in layers]
+        found = set(before)
         if len(found) == 1:
             return found.pop()
         what = f"room {self._room.id}: pool {shown(name)}: {'its layers' if layers is None else shown(layers)}"

@@ -16,6 +16,7 @@ import zmq
 
 from kvcore import frames
 from kvcore.sockets import Socket
+from tests.helpers import wait_until
 
 BOTH = pytest.mark.parametrize("calls", [frames.Frames(), frames.made()], ids=["pyzmq", "keeping"])
 
@@ -57,8 +58,7 @@ def test_the_interpreter_is_kept(pair: tuple[Socket, Socket]) -> None:
     sys.setswitchinterval(60)  # so that nobody has to let go
     try:
         other.start()
-        while not turns:
-            time.sleep(0.001)
+        wait_until(lambda: turns > 0)
         before = turns
         for _ in range(300):
             calls.put(one, b"head", more=True)
