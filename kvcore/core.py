@@ -295,7 +295,7 @@ class Core:
 
     def holds(self, instance: str) -> bool:
         """Whether pages here wait for proof about an instance."""
-        return self.table.holds(instance)
+        return instance in self.table.tickets_towards() or instance in self.table.spoken_to()
 
     def spoken_to(self) -> dict[str, int]:
         """What a hello says of earlier meetings."""

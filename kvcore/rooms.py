@@ -31,11 +31,12 @@ log = logging.getLogger("kvcore.rooms")
 
 MAX_ORPHANS = 65_536
 """Rooms nobody here has opened that are remembered for their joins; further ones are dropped and join again (P5)."""
-FIRST_RESEND_S = 0.25
-SPREAD = 16
+FIRST_RESEND_S, SPREAD = 0.25, 16
 """Rooms repeat themselves at last every ``orphan_s`` or up to half as long, by their number: thousands opened at once drift apart."""
 TOGETHER_S = 0.05
 """Repeats due within so long go out in one turn of the control thread, and cost the other side one; not one each."""
+AT_ONCE, OTHERS_S = 64, 50e-6
+"""So many rooms are told something before others have the table, which without such a pause would be taken again before they wake up."""
 HISTORY = 32
 
 State = sender_state.Sender | receiver_state.Receiver
@@ -77,6 +78,7 @@ class RoomTable:
         self._orphans, self._stepping = 0, False
         self._effects: tuple[ev.Effect, ...] = ()  # of the latest step
         self._torn: list[tuple[Side, RoomId, tuple[ev.Effect, ...]]] = []  # steps that did not come to their end; see ``_mend``
+        self._due: deque[Alarm[_Slot]] = deque()
         self._events: deque[tuple[Side, RoomId, ev.Event, PrefillGroup]] = deque()
         self.flight = FlightRecord(clock)
         self._dropped = SparingLog(log, 1)
@@ -184,10 +186,14 @@ class RoomTable:
             self.apply(side, record.id, ev.Clear(generation))
 
     def apply_all(self, event: ev.Lost | ev.Fenced, side: Side | None = None) -> None:
-        """Tell every room (of one side) of something that happened to a peer."""
-        with self.aloud, self.lock:
-            for this_side, room in list(self._slots):
-                if side in (None, this_side):
+        """Tell every room (of one side) of something that happened to a peer, which no later one can have to do with."""
+        with self.lock:
+            rooms = [key for key in self._slots if side in (None, key[0])]
+        for first in range(0, len(rooms), AT_ONCE):
+            if first > 0:
+                time.sleep(OTHERS_S)
+            with self.aloud, self.lock:
+                for this_side, room in rooms[first : first + AT_ONCE]:
                     self.apply(this_side, room, event)
 
     def _bring_up_to_date(self, slot: _Slot, entry: Entry | None, group: PrefillGroup, now: float) -> None:
@@ -263,12 +269,13 @@ class RoomTable:
     # --- time
 
     def tick(self, now: float) -> float | None:
-        """Fire what is due; returns when the next timer is. Called by the control thread."""
+        """Fire what is due, but no more than others can wait for; returns when the next timer is. Called by the control thread."""
         with self.aloud, self.lock:
-            failed: Exception | None = None
+            self._due += self._alarms.timers.take_due(now)
             turns: list[Callable[[], None]] = [partial(self._mend, *torn) for torn in self._torn]
             turns.append(self._torn.clear)  # what cannot be mended is not tried for ever
-            turns += [partial(self._go_off, alarm.owner, alarm, now) for alarm in self._alarms.timers.take_due(now)]
+            turns += [partial(self._go_off, self._due.popleft(), now) for _ in range(min(len(self._due), AT_ONCE))]
+            failed: Exception | None = None
             for turn in turns:
                 try:
                     turn()
@@ -276,9 +283,10 @@ class RoomTable:
                     failed = error  # the others have their turn before
             if failed is not None:
                 raise failed
-            return self._alarms.timers.next_due()
+            return now if self._due else self._alarms.timers.next_due()
 
-    def _go_off(self, slot: _Slot, alarm: Alarm[_Slot], now: float) -> None:
+    def _go_off(self, alarm: Alarm[_Slot], now: float) -> None:
+        slot = alarm.owner
         if alarm.timer is None:
             self._resend(slot, alarm, now)
         elif alarm in slot.limits:  # which what was due before it may have changed
@@ -291,9 +299,9 @@ class RoomTable:
         if not sends or slot.resend is not alarm:
             return
         self.flight.note(slot.side, slot.id, "said again", sends)
+        self.aloud.said = True
         for send in sends:
             self._outside.send(send)
-        self.aloud.said = True
         delay = min(2 * alarm.delay_s, self._last_resend_s * (1 - slot.id.number % SPREAD / (2 * SPREAD)))
         self._alarms.arm(alarm, delay, now + -(now + delay) % TOGETHER_S)
 
@@ -314,13 +322,11 @@ class RoomTable:
         """Whether a receiver's lifetime still needs to know its sender ranks: to join them, or to tell them that it failed."""
         with self.lock:
             slot = self._slots.get((record.key.side, record.id))
-            state = slot.state if slot is not None else None
-            if not isinstance(state, receiver_state.Receiver):
+            if slot is None or not isinstance(state := slot.state, receiver_state.Receiver):
                 return False
             generation, life = record.key.generation, state.life
-            if any(item.rg == generation for item in state.unrouted):
-                return True
-            return life is not None and life.generation == generation and not life.state.terminal and not life.sources
+            joining = life is not None and life.generation == generation and not life.state.terminal and not life.sources
+            return joining or any(item.rg == generation for item in state.unrouted)
 
     def explain(self, side: Side, room: RoomId) -> str:
         """What the flight record has of a room, and what is kept for it, a fact a line."""
@@ -339,9 +345,8 @@ class RoomTable:
     def watch(self, record: Room, watcher: Callable[[], None]) -> Callable[[], None]:
         """Have ``watcher`` called after every change of a lifetime's room; returns how to stop."""
         with self.lock:
-            slot = self._slots.get((record.key.side, record.id))
-            watchers = slot.watchers if slot is not None else []  # on a room that is gone nothing changes any more
-            watchers.append(watcher)
+            watchers = slot.watchers if (slot := self._slots.get((record.key.side, record.id))) is not None else []
+            watchers.append(watcher)  # on a room that is gone nothing changes any more
         return lambda: watchers.remove(watcher)
 
     def states(self) -> Iterator[tuple[Side, RoomId, State, Room | None]]:
@@ -356,10 +361,6 @@ class RoomTable:
     def tickets_towards(self) -> set[str]:
         """The instances that tickets here are, or may still be, in flight to."""
         return {flight.pair.peer for _, _, state, _ in self.states() if isinstance(state, sender_state.Sender) for flight in state.flights}
-
-    def holds(self, instance: str) -> bool:
-        """Whether pages here still wait for proof about that instance."""
-        return instance in self.tickets_towards() or instance in self.spoken_to()
 
     def draining_pages(self) -> int:
         """Pages here that a failed room's senders may still write."""
@@ -384,10 +385,9 @@ class RoomTable:
         """Entries of every per-room store (C7)."""
         counts = dict.fromkeys(("rooms", "tickets", "last_words", "marks", "waiting_joins", "drain_records", "unrouted_aborts"), 0)
         with self.lock:
-            counts["slots"], counts["timers"] = len(self._slots), len(self._alarms.timers)
+            counts["slots"], counts["timers"] = len(self._slots), len(self._alarms.timers) + len(self._due)
             counts["watchers"] = sum(len(slot.watchers) for slot in self._slots.values())
-            states = [slot.state for slot in self._slots.values()]
-        for state in states:
+        for _, _, state, _ in self.states():
             counts["rooms"] += state.life is not None
             if isinstance(state, sender_state.Sender):
                 counts["tickets"] += sum(len(flight.running) + len(flight.stuck) for flight in state.flights)

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import pytest
@@ -18,7 +19,7 @@ from kvcore.hookspecs import Transfer
 from kvcore.protocol import events as ev
 from kvcore.protocol.messages import Abort, Destination, Here, Join, Status
 from kvcore.room import Room
-from kvcore.rooms import RoomTable
+from kvcore.rooms import AT_ONCE, RoomTable
 from kvcore.states import Reason, RoomId, RoomKey
 from kvcore.wire import Letter
 from tests.helpers import (
@@ -493,6 +494,63 @@ def test_a_room_that_cannot_be_mended_keeps_no_other_from_its_turn_and_is_not_tr
     assert outside.cancel.call_count == tried
 
 
+def test_thousands_that_are_due_at_once_go_off_in_turns_between_which_others_have_the_table() -> None:
+    outside = Outside()
+    senders = [opened(outside) for _ in range(3 * AT_ONCE + 1)]
+    late, turns = time.monotonic() + 5.1, 0
+    while any(sender.poll() is KVPoll.BOOTSTRAPPING for sender in senders):
+        before = sum(sender.poll() is KVPoll.FAILED for sender in senders)
+        due = outside.table.tick(late)
+        assert 0 < sum(sender.poll() is KVPoll.FAILED for sender in senders) - before <= AT_ONCE
+        turns += 1
+        assert due is not None and (due <= late or turns == 4), "the next turn follows at once, while there are more"
+    assert turns == 4
+
+
+def test_while_thousands_hear_that_a_peer_is_lost_others_have_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    outside, had = Outside(), list[int]()
+    senders = [opened(outside) for _ in range(2 * AT_ONCE + 1)]
+    for sender in senders:
+        met(outside, sender)
+
+    def failed() -> int:
+        return sum(sender.poll() is KVPoll.FAILED for sender in senders)
+
+    def rest(_seconds: float) -> None:
+        with ThreadPoolExecutor(1) as other:
+            other.submit(outside.table.sizes).result(10)
+        had.append(failed())
+
+    monkeypatch.setattr(rooms.time, "sleep", rest)
+    outside.table.apply_all(ev.Lost("decode-1", Reason(FailureCode.PEER_LOST, "", "prefill")), "prefill")
+    assert had == [AT_ONCE, 2 * AT_ONCE] and failed() == len(senders)
+
+
+def test_rooms_that_are_always_due_again_pass_over_no_limit_that_has_run_out() -> None:
+    outside, party = Outside(), ev.Party("prefill-1")
+    for room in (RoomId(number()) for _ in range(2 * AT_ONCE)):
+        assert outside.table.open("decode", room) is not None
+        outside.table.apply("decode", room, ev.Route(outside.table.generation, (party,)))
+    sender, now = opened(outside), time.monotonic() + 5.1
+    for _ in range(5):  # a repeat and a limit of each, and the sender's
+        outside.table.tick(now)
+        now += 5.1  # when all have something to repeat again
+    assert sender.poll() is KVPoll.FAILED
+
+
+def test_what_is_due_after_its_room_changed_does_not_go_off() -> None:
+    """It waited for its turn while others had the table."""
+    outside = Outside()
+    *_, cleared, aborted, timed_out = [opened(outside) for _ in range(AT_ONCE + 3)]
+    late = time.monotonic() + 5.1
+    assert outside.table.tick(late) == late and timed_out.poll() is KVPoll.BOOTSTRAPPING, "the last three have not had their turn"
+    cleared.clear()
+    aborted.abort()
+    outside.table.tick(late)
+    failures = [sender.failure for sender in (cleared, aborted, timed_out)]
+    assert [failure and failure.code for failure in failures] == [FailureCode.ABORTED, FailureCode.ABORTED, FailureCode.TIMEOUT]
+
+
 def test_what_several_steps_say_is_sent_once_the_table_is_let_go() -> None:
     """Whoever else wants the table does not wait until letters are sent; and where nothing was said, nothing is to be sent."""
     outside = Outside()
@@ -652,9 +710,9 @@ def test_c1_rooms_cleared_by_the_collector_in_the_middle_of_another_step_leave_n
             del sender, receiver
     finally:
         gc.set_threshold(*before)
-    gc.collect()
-    pair.stores_empty()
-    for manager_of in (pair.prefill, pair.decode):
+    sides = (pair.prefill, pair.decode)  # one collection does nothing while another thread is in the middle of one
+    wait_until(lambda: gc.collect() >= 0 and not any(full_stores(manager_of) for manager_of in sides))
+    for manager_of in sides:
         wait_until(lambda made=manager_of: made._core.table.receiving == made._core.table.arriving == 0)
     pair.transfer([1], [2])
 

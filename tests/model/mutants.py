@@ -176,7 +176,7 @@ ROOMS = (
         "a lost peer that only its newest room hears of",
         tickets.one_peer_of_two_dies,
         "P2",
-        ("rooms", "for this_side, room in list(self._slots):", "for this_side, room in list(self._slots)[-1:]:"),
+        ("rooms", "rooms = [key for key in self._slots if", "rooms = [key for key in list(self._slots)[-1:] if"),
     ),
     _mutant(
         "a terminal room that cannot be replaced",

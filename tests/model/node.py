@@ -182,7 +182,7 @@ class Node:
         gone, disconnected = self.world.is_gone(instance), self.departed[instance]
         if (disconnected or gone) if self.side == "decode" else (disconnected and gone):
             self.fence(instance)
-        if not self.table.holds(instance):
+        if instance not in self.table.tickets_towards() and instance not in self.table.spoken_to():
             del self.departed[instance]
 
     def fence(self, instance: str) -> None:
