@@ -154,7 +154,8 @@ def _batches(shares: Mapping[str, Share], pages: Pages, capabilities: Capabiliti
             most = min(most, capabilities.max_descriptors // len(shares[pool]))
         if capabilities.max_bytes is not None:
             most = min(most, capabilities.max_bytes // shares[pool].page_bytes)
+        order = np.argsort(theirs)  # memory that is written from its beginning to its end takes it faster
+        mine, theirs = mine[order], theirs[order]
         for start in range(0, mine.size, max(1, most)):
             cut = slice(start, start + max(1, most))
-            order = np.argsort(theirs[cut], kind="stable")  # memory that is written from its beginning to its end takes it faster
-            yield {pool: (mine[cut][order], theirs[cut][order])}
+            yield {pool: (mine[cut], theirs[cut])}

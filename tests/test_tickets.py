@@ -15,7 +15,7 @@ LAYERS, PAGE = 2, 64
 
 
 def moved(monkeypatch: pytest.MonkeyPatch, **able: object) -> list[Transfer]:
-    """The transfers of one room: pages 5, 6, 3 of ``kv`` to 1, 2, 9, and page 4 of ``aux`` to 0."""
+    """The transfers of one room: pages 3, 5, 6 of ``kv`` to 9, 1, 2, and page 4 of ``aux`` to 0."""
     fake = install(monkeypatch, MemoryBackend, **able)
     source, target = memory(16, LAYERS, PAGE, seed=1), memory(16, LAYERS, PAGE)
     aux, landed = memory(8, 1, 16, seed=2), memory(8, 1, 16)
@@ -28,8 +28,8 @@ def moved(monkeypatch: pytest.MonkeyPatch, **able: object) -> list[Transfer]:
     with start("prefill", source, aux) as prefill, start("decode", target, landed) as decode:
         room = number()
         with prefill.sender(room) as sender, decode.receiver(room, prefill.address) as receiver:
-            receiver.receive({"kv": [1, 2, 9], "aux": [0]})
-            sender.send({"kv": [5, 6, 3], "aux": [4]}, last=True)
+            receiver.receive({"kv": [9, 1, 2], "aux": [0]})
+            sender.send({"kv": [3, 5, 6], "aux": [4]}, last=True)
             ended(sender, KVPoll.SUCCESS)
             ended(receiver, KVPoll.SUCCESS)
             assert all(np.array_equal(a[[5, 6, 3]], b[[1, 2, 9]]) for a, b in zip(source, target, strict=True))
@@ -49,7 +49,7 @@ def test_flat_descriptors_name_no_pages(monkeypatch: pytest.MonkeyPatch) -> None
     assert transfer.length.size == 2 * LAYERS + 1
 
 
-def test_pages_come_pool_by_pool_with_their_merged_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_come_pool_by_pool_as_they_lie_in_the_memory_written_with_their_merged_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     kv, aux = moved(monkeypatch, descriptors="pages")
     assert pages(kv) == ("kv", [5, 6, 3], [1, 2, 9])
     assert sorted(kv.length.tolist()) == [PAGE, PAGE, 2 * PAGE, 2 * PAGE]
@@ -57,7 +57,7 @@ def test_pages_come_pool_by_pool_with_their_merged_descriptors(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("limit", [{"max_bytes": 2 * LAYERS * PAGE}, {"max_descriptors": 2 * LAYERS}, {"max_bytes": 3 * LAYERS * PAGE - 1}])
-def test_a_limit_cuts_between_pages(monkeypatch: pytest.MonkeyPatch, limit: dict[str, int]) -> None:
+def test_a_limit_cuts_between_pages_that_go_as_they_lie_in_the_memory_written(monkeypatch: pytest.MonkeyPatch, limit: dict[str, int]) -> None:
     first, second, _ = moved(monkeypatch, descriptors="pages", **limit)
     assert [pages(first), pages(second)] == [("kv", [5, 6], [1, 2]), ("kv", [3], [9])]
 
