@@ -57,7 +57,9 @@ def test_pages_come_pool_by_pool_as_they_lie_in_the_memory_written_with_their_me
 
 
 @pytest.mark.parametrize("limit", [{"max_bytes": 2 * LAYERS * PAGE}, {"max_descriptors": 2 * LAYERS}, {"max_bytes": 3 * LAYERS * PAGE - 1}])
-def test_a_limit_cuts_between_pages_that_go_as_they_lie_in_the_memory_written(monkeypatch: pytest.MonkeyPatch, limit: dict[str, int]) -> None:
+def test_a_limit_cuts_between_pages_that_go_as_they_lie_in_the_memory_written(
+    monkeypatch: pytest.MonkeyPatch, limit: dict[str, int]
+) -> None:
     first, second, _ = moved(monkeypatch, descriptors="pages", **limit)
     assert [pages(first), pages(second)] == [("kv", [5, 6], [1, 2]), ("kv", [3], [9])]
 
