@@ -78,7 +78,6 @@ class RoomTable:
         self._orphans, self._stepping = 0, False
         self._effects: tuple[ev.Effect, ...] = ()  # of the latest step
         self._torn: list[tuple[Side, RoomId, tuple[ev.Effect, ...]]] = []  # steps that did not come to their end; see ``_mend``
-        self._due: deque[Alarm[_Slot]] = deque()
         self._events: deque[tuple[Side, RoomId, ev.Event, PrefillGroup]] = deque()
         self.flight = FlightRecord(clock)
         self._dropped = SparingLog(log, 1)
@@ -271,10 +270,9 @@ class RoomTable:
     def tick(self, now: float) -> float | None:
         """Fire what is due, but no more than others can wait for; returns when the next timer is. Called by the control thread."""
         with self.aloud, self.lock:
-            self._due += self._alarms.timers.take_due(now)
             turns: list[Callable[[], None]] = [partial(self._mend, *torn) for torn in self._torn]
             turns.append(self._torn.clear)  # what cannot be mended is not tried for ever
-            turns += [partial(self._go_off, self._due.popleft(), now) for _ in range(min(len(self._due), AT_ONCE))]
+            turns += [partial(self._go_off, alarm, now) for alarm in self._alarms.timers.take_due(now, AT_ONCE)]
             failed: Exception | None = None
             for turn in turns:
                 try:
@@ -283,7 +281,7 @@ class RoomTable:
                     failed = error  # the others have their turn before
             if failed is not None:
                 raise failed
-            return now if self._due else self._alarms.timers.next_due()
+            return self._alarms.timers.next_due()
 
     def _go_off(self, alarm: Alarm[_Slot], now: float) -> None:
         slot = alarm.owner
@@ -385,7 +383,7 @@ class RoomTable:
         """Entries of every per-room store (C7)."""
         counts = dict.fromkeys(("rooms", "tickets", "last_words", "marks", "waiting_joins", "drain_records", "unrouted_aborts"), 0)
         with self.lock:
-            counts["slots"], counts["timers"] = len(self._slots), len(self._alarms.timers) + len(self._due)
+            counts["slots"], counts["timers"] = len(self._slots), len(self._alarms.timers)
             counts["watchers"] = sum(len(slot.watchers) for slot in self._slots.values())
         for _, _, state, _ in self.states():
             counts["rooms"] += state.life is not None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from itertools import islice
+from heapq import merge
+from itertools import islice, takewhile
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -42,14 +44,10 @@ class Timers(Generic[Key]):
         """When the first key is due; None if none is armed."""
         return min((at for queue in self._queues.values() for at in islice(queue.values(), 1)), default=None)
 
-    def take_due(self, now: float) -> list[Key]:
-        """Remove and return all keys that are due, those with the shortest delay first."""
-        due: list[Key] = []
-        for delay in sorted(self._queues):
-            for key, at in self._queues[delay].items():
-                if at > now:
-                    break
-                due.append(key)
+    def take_due(self, now: float, most: int | None = None) -> list[Key]:
+        """Remove and return keys that are due, up to so many (None: all): those first that are for the longest time."""
+        in_order = merge(*(queue.items() for queue in self._queues.values()), key=itemgetter(1))
+        due = [key for key, _ in islice(takewhile(lambda item: item[1] <= now, in_order), most)]
         for key in due:
             self.cancel(key)
         return due

@@ -526,12 +526,13 @@ def test_while_thousands_hear_that_a_peer_is_lost_others_have_the_table(monkeypa
     assert had == [AT_ONCE, 2 * AT_ONCE] and failed() == len(senders)
 
 
-def test_rooms_that_are_always_due_again_pass_over_no_limit_that_has_run_out() -> None:
+def test_rooms_that_are_always_due_again_pass_over_no_limit_that_has_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
     outside, party = Outside(), ev.Party("prefill-1")
     for room in (RoomId(number()) for _ in range(2 * AT_ONCE)):
         assert outside.table.open("decode", room) is not None
         outside.table.apply("decode", room, ev.Route(outside.table.generation, (party,)))
     sender, now = opened(outside), time.monotonic() + 5.1
+    monkeypatch.setattr(outside.table, "_clock", lambda: now)
     for _ in range(5):  # a repeat and a limit of each, and the sender's
         outside.table.tick(now)
         now += 5.1  # when all have something to repeat again
@@ -543,12 +544,32 @@ def test_what_is_due_after_its_room_changed_does_not_go_off() -> None:
     outside = Outside()
     *_, cleared, aborted, timed_out = [opened(outside) for _ in range(AT_ONCE + 3)]
     late = time.monotonic() + 5.1
-    assert outside.table.tick(late) == late and timed_out.poll() is KVPoll.BOOTSTRAPPING, "the last three have not had their turn"
+    assert (outside.table.tick(late) or late) < late and timed_out.poll() is KVPoll.BOOTSTRAPPING, "the last three have not had their turn"
     cleared.clear()
     aborted.abort()
     outside.table.tick(late)
     failures = [sender.failure for sender in (cleared, aborted, timed_out)]
     assert [failure and failure.code for failure in failures] == [FailureCode.ABORTED, FailureCode.ABORTED, FailureCode.TIMEOUT]
+
+
+def test_a_room_that_has_spoken_since_its_repeat_was_due_does_not_repeat_itself_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would say all twice just where there is much to say, and be due once more for each time that it spoke."""
+    outside, party, late = Outside(), ev.Party("prefill-1"), time.monotonic() + 1
+    for room in (RoomId(number()) for _ in range(AT_ONCE + 1)):
+        assert outside.table.open("decode", room) is not None
+        outside.table.apply("decode", room, ev.Route(outside.table.generation, (party,)))
+    own = outside.table.generation
+    assert (outside.table.tick(late) or late) < late, "the last has not had its turn"
+    outside.told.clear()
+    monkeypatch.setattr(outside.table, "_clock", lambda: late)
+    outside.table.apply("decode", room, ev.Receive(own, ()))
+    outside.table.apply("decode", room, ev.Got(Here(*room, own, 1), party))
+    outside.table.tick(late)
+    (said,) = outside.told
+    assert isinstance(said, ev.Send) and isinstance(said.message, Destination)
+    outside.table.tick(late + 0.3)
+    assert outside.told == [said, said], "it comes in its time"
+    assert outside.table.sizes()["timers"] == 2 * (AT_ONCE + 1), "a limit and a repeat of each"
 
 
 def test_what_several_steps_say_is_sent_once_the_table_is_let_go() -> None:

@@ -30,6 +30,16 @@ def test_what_is_due_comes_once_and_in_time() -> None:
     assert len(timers) == 0 and timers.next_due() is None
 
 
+def test_what_is_due_for_the_longest_time_comes_first_however_many_are_taken() -> None:
+    """So that what is always due again after a short time passes over nothing."""
+    timers: Timers[str] = Timers()
+    for key, delay, now in (("c", 1.0, 4.0), ("a", 3.0, 0.0), ("d", 1.0, 5.0), ("b", 3.0, 1.0)):
+        timers.arm(key, delay, now)
+    assert timers.take_due(9.0, 1) == ["a"] and len(timers) == 3 and timers.next_due() == 4.0
+    timers.cancel("b")
+    assert timers.take_due(5.0, 3) == ["c"] and timers.take_due(9.0) == ["d"]
+
+
 @pytest.mark.parametrize("delay", [1.0, 2.0])
 def test_whatever_a_signal_handler_raises_timers_go_on(delay: float) -> None:
     """In the middle of arming and of cancelling one, alone with its delay or not."""
