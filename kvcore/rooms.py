@@ -35,9 +35,8 @@ FIRST_RESEND_S, SPREAD = 0.25, 16
 """Rooms repeat themselves at last every ``orphan_s`` or up to half as long, by their number: thousands opened at once drift apart."""
 TOGETHER_S = 0.05
 """Repeats due within so long go out in one turn of the control thread, and cost the other side one; not one each."""
-AT_ONCE, OTHERS_S = 64, 50e-6
+AT_ONCE, OTHERS_S, HISTORY = 64, 50e-6, 32
 """So many rooms are told something before others have the table, which without such a pause would be taken again before they wake up."""
-HISTORY = 32
 
 State = sender_state.Sender | receiver_state.Receiver
 
@@ -193,7 +192,10 @@ class RoomTable:
                 time.sleep(OTHERS_S)
             with self.aloud, self.lock:
                 for this_side, room in rooms[first : first + AT_ONCE]:
-                    self.apply(this_side, room, event)
+                    try:
+                        self.apply(this_side, room, event)
+                    except Exception:  # the next tick ends that room; the others, and who asked, go on
+                        log.exception("room %s: a step was cut short by a fault of kvcore's own", room)
 
     def _bring_up_to_date(self, slot: _Slot, entry: Entry | None, group: PrefillGroup, now: float) -> None:
         """Make the room record show the new state of its lifetime, or the last one of a lifetime that is gone."""

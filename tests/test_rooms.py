@@ -526,6 +526,20 @@ def test_while_thousands_hear_that_a_peer_is_lost_others_have_the_table(monkeypa
     assert had == [AT_ONCE, 2 * AT_ONCE] and failed() == len(senders)
 
 
+def test_a_room_that_cannot_be_told_of_a_lost_peer_keeps_no_other_from_it_and_ends(caplog: pytest.LogCaptureFixture) -> None:
+    outside = Outside()
+    senders = [opened(outside) for _ in range(3)]
+    for sender in senders:
+        met(outside, sender)
+    changes = iter((lambda: None, lambda: 1 // 0))
+    outside.then = lambda: next(changes, lambda: None)()
+    outside.table.apply_all(ev.Lost("decode-1", Reason(FailureCode.PEER_LOST, "", "prefill")), "prefill")
+    assert all(sender.poll() is KVPoll.FAILED for sender in (senders[0], senders[2]))
+    assert f"room {senders[1].room}: a step was cut short" in caplog.text and "ZeroDivisionError" in caplog.text
+    outside.table.tick(time.monotonic())
+    assert senders[1].poll() is KVPoll.FAILED
+
+
 def test_rooms_that_are_always_due_again_pass_over_no_limit_that_has_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
     outside, party = Outside(), ev.Party("prefill-1")
     for room in (RoomId(number()) for _ in range(2 * AT_ONCE)):
