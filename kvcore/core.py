@@ -326,8 +326,8 @@ class Core:
         if room.cleared:
             return
         self._metrics.count("kvcore_handles_collected_total")
-        text = "room %s: its %s handle was dropped in state %s; aborted and cleared"
-        log.warning(text, room.id, room.key.side, room.status.name, extra=about(room.key))
+        text, done = "room %s: its %s handle was dropped in state %s; %s", "cleared" if room.status.terminal else "aborted and cleared"
+        log.warning(text, room.id, room.key.side, room.status.name, done, extra=about(room.key))
         self.table.clear(room)
 
     def _ticket_ended(self, room: Room, event: ev.Ended) -> None:

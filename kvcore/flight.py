@@ -12,7 +12,7 @@ import msgspec
 
 from kvcore.errors import MOST_TEXT, one_line
 from kvcore.protocol import events as ev, receiver_state, sender_state
-from kvcore.protocol.messages import Abort, AnyRoomMessage, Destination, Layers, Relay, Status
+from kvcore.protocol.messages import Abort, AnyRoomMessage, Destination, Join, Layers, Relay, Status
 from kvcore.states import Reason, RoomId, Side
 
 MOST_TOLD = 512
@@ -43,6 +43,11 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         told = [self.what, self.news, *self.effects] if self.news else [self.what, *self.effects]
         words = [each if isinstance(each, str) else _WORDS[type(each)](each) for each in told]
         return [text if text.isprintable() and len(text) <= MOST_TEXT else one_line(text) for text in words]
+
+    @property
+    def begins(self) -> bool:
+        """Whether it can be the first of a room: it is opened, or somebody asks for it."""
+        return isinstance(self.what, ev.Open) or (isinstance(self.what, ev.Got) and isinstance(self.what.message, Join | Abort))
 
     @property
     def peers(self) -> set[str]:
@@ -97,10 +102,11 @@ class FlightRecord:
         return self._rooms.get((side, room), [])[-MOST_TOLD:]
 
     def lines(self, entries: Iterable[Entry]) -> list[str]:
-        """One line for each entry: UTC, seconds since the first, what happened."""
+        """One line for each entry: UTC, seconds since the first, what happened; and before them one that says so if the first are lost."""
         found = sorted(entries, key=lambda entry: entry.at)
         wall = time.time() - self._clock()
-        return [
+        lost = ["  what came before has left the record; seconds count from the oldest entry that is kept"]
+        return lost * bool(found and not found[0].begins) + [
             f"  {datetime.fromtimestamp(wall + entry.at, timezone.utc):%H:%M:%S.%f} {entry.at - found[0].at:+.6f} s {text}"
             for entry in found
             for text in entry.texts

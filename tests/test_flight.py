@@ -17,7 +17,7 @@ from kvcore import KVPoll, RoomError, Security
 from kvcore.faults import ControlTap
 from kvcore.flight import _WORDS, MOST_ENTRIES, MOST_TOLD, FlightRecord
 from kvcore.protocol import events as ev
-from kvcore.protocol.messages import Abort, Ack, Destination, Layers, PoolPages, Status
+from kvcore.protocol.messages import Abort, Ack, Destination, Join, Layers, PoolPages, Status
 from kvcore.states import FailureCode, Reason, RoomId
 from kvcore.stories import ANSWERS_PER_S, BUSY, GONE, NO_ANSWER, Stories
 from kvcore.wire import MAX_STORY, Explain, Story
@@ -91,6 +91,21 @@ def test_whatever_a_signal_handler_raises_it_goes_on_and_forgets_what_is_old(mon
     for _ in range(5):
         record.note("prefill", ROOM, "x")
     assert len(record.of("prefill", ROOM)) == 4 and len(record._rooms) == 1
+
+
+def test_a_story_of_which_the_beginning_is_lost_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a room looks younger than it is."""
+    monkeypatch.setattr("kvcore.flight.MOST_ENTRIES", 3)
+    record, party = FlightRecord(), ev.Party("decode-1")
+    for what in (ev.Open(1), ev.Got(Join(7, 0, 1, 0), party), "said again"):
+        record.note("prefill", ROOM, what)
+    assert record.lines(record.of("prefill", ROOM))[0].endswith("opened, generation 1")
+    record.note("prefill", ROOM, "more")
+    assert "got Join" in record.lines(record.of("prefill", ROOM))[0], "a sender's story may begin with a join"
+    record.note("prefill", ROOM, "more")
+    lost, first, *_ = record.lines(record.of("prefill", ROOM))
+    assert "has left the record" in lost and "said again" in first
+    assert record.lines([]) == []
 
 
 def test_every_event_and_effect_has_words() -> None:
@@ -260,7 +275,7 @@ def test_the_command_follows_nobody_elsewhere_with_its_token(tmp_path: Path) -> 
 def test_the_command_says_what_is_wrong() -> None:
     with manager("prefill", memory(4)) as prefill:
         for address, code, part in (
-            ("127.0.0.1:1", 1, "127.0.0.1:1 gave no answer (Connection refused)"),
+            ("127.0.0.1:1", 1, "127.0.0.1:1 gave no answer (Connection refused); see whether it runs; else pass"),
             (prefill.address, 1, "answered 404"),  # the bootstrap service
             ("nowhere", 1, "--address"),
         ):

@@ -365,7 +365,7 @@ def test_c8_a_collected_handle_is_aborted_cleared_counted_and_logged(pair: Duo, 
         failed_with(receiver, "cleared before it ended", FailureCode.ABORTED, "prefill")
         wait_until(lambda: pair.prefill.status(room) is None)
     assert pair.prefill.stats().counters["kvcore_handles_collected_total"] == 1
-    assert f"room {room}" in caplog.text and "dropped in state WAITING_FOR_INPUT" in caplog.text
+    assert f"room {room}" in caplog.text and "dropped in state WAITING_FOR_INPUT; aborted and cleared" in caplog.text
     del receiver
     gc.collect()
     pair.stores_empty()
@@ -381,7 +381,7 @@ def test_c8_a_cleared_handle_is_collected_quietly(pair: Duo) -> None:
     assert pair.prefill.stats().counters["kvcore_handles_collected_total"] == 0
 
 
-def test_c8_a_collected_handle_of_an_ended_room_is_cleared_too(pair: Duo) -> None:
+def test_c8_a_collected_handle_of_an_ended_room_is_cleared_too(pair: Duo, caplog: pytest.LogCaptureFixture) -> None:
     sender, receiver = pair.open()
     receiver.receive(PAGES)
     sender.send(PAGES, last=True)
@@ -390,6 +390,7 @@ def test_c8_a_collected_handle_of_an_ended_room_is_cleared_too(pair: Duo) -> Non
     del sender, receiver
     gc.collect()
     pair.stores_empty()
+    assert "dropped in state SUCCESS; cleared" in caplog.text
 
 
 # --- the table
