@@ -299,9 +299,9 @@ class RoomTable:
         if not sends or slot.resend is not alarm:
             return
         self.flight.note(slot.side, slot.id, "said again", sends)
-        self.aloud.said = True
         for send in sends:
             self._outside.send(send)
+        self.aloud.said = True
         delay = min(2 * alarm.delay_s, self._last_resend_s * (1 - slot.id.number % SPREAD / (2 * SPREAD)))
         self._alarms.arm(alarm, delay, now + -(now + delay) % TOGETHER_S)
 
