@@ -49,9 +49,9 @@ def explain(
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         why = getattr(reason, "strerror", None) or cause(reason)
-        tls = "if it speaks TLS, give --tls-ca; else " if guard.asking is None else "if it does not speak TLS, leave out --tls-ca; else "
-        tls = "see whether it runs; else " if isinstance(reason, ConnectionRefusedError) else tls
-        raise ToolError(f"{where} gave no answer ({why}); {tls}pass an instance's admin port, as set by Config.admin") from error
+        tls = "if it speaks TLS, give --tls-ca" if guard.asking is None else "if it does not speak TLS, leave out --tls-ca"
+        first = "see whether it runs" if isinstance(reason, ConnectionRefusedError) else tls
+        raise ToolError(f"{where} gave no answer ({why}); {first}; else pass an instance's admin port, as set by Config.admin") from error
     for line in text.splitlines():
         typer.echo(("  " if line.startswith(" ") else "") + one_line(line))
 
